@@ -96,7 +96,7 @@ def _loss_jobs() -> Iterator[Job]:
 def _correction_jobs() -> Iterator[Job]:
     prefix = "--algo.advantage.is_correction_"
     for level in ("token", "seq"):
-        own = f"{prefix}level {level}"
+        own = f"{prefix}level {level} --algo.kl.init_coef 0"
         yield _job("group_norm", own)
         yield _job("group_norm", f"{prefix}threshold 0.7 1.3", own)
         yield _job("group_norm", f"{prefix}threshold 1.2", own)
@@ -105,11 +105,20 @@ def _correction_jobs() -> Iterator[Job]:
         yield _job("group_norm", f"{prefix}threshold 1.1 1.3", own, says=True)
         for gating in ("binary_kl", "tv"):
             yield _job("group_norm", f"{prefix}gating {gating}", f"{own} {prefix}threshold 0.05", says=True)
-    yield _job("group_norm", f"{prefix}mode clip", f"{prefix}level token")
-    yield _job("group_norm", f"{prefix}threshold 0.7 1.3", f"{prefix}level token {prefix}mode clip")
+    yield _job("group_norm", f"{prefix}mode clip", f"{prefix}level token", says=True)
     yield _job("group_norm", f"{prefix}level token", "--actor.policy_loss_type gspo", says=True)
-    yield _job("gae", f"{prefix}level token")
+    yield _job("gae", f"{prefix}level token", "--algo.kl.init_coef 0")
+    yield _job("gae", f"{prefix}level token", says="the engine's log-probs")
+    yield _job("group_norm", f"{prefix}level token", "--algo.kl.use_loss --algo.kl.estimator k3")
+    yield _job(
+        "group_norm", f"{prefix}level seq", "--algo.kl.use_loss --algo.kl.estimator k3", says="rejected responses"
+    )
     yield _job("group_norm", f"{prefix}level off")
+
+
+def scale_of(job: Job) -> float:
+    """Return the factor of the scores, next to which the 1e-9 and 1e-6 that are added to deviations are nothing."""
+    return 64.0 if "estimator group_norm" in job.command else 1.0
 
 
 def losses_of(job: Job) -> tuple[Losses, Inputs]:
@@ -118,8 +127,7 @@ def losses_of(job: Job) -> tuple[Losses, Inputs]:
     module = next(word for word in words if word.startswith("openrlhf.cli."))
     arguments = _parsed(module, words[words.index(module) + 1 :])
     is_ppo = module.endswith("ppo_ray")
-    # next to scores of this size the 1e-9 and 1e-6 that are added to deviations are nothing
-    inputs = make_inputs(job, 64.0 if is_ppo and arguments.algo.advantage.estimator == "group_norm" else 1.0)
+    inputs = make_inputs(job, scale_of(job))
     if not is_ppo:
         return {
             "actor": of_mini_batches(lambda new, part: _pairs(arguments, inputs, new, part), inputs.sample.new_logprobs)

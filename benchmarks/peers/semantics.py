@@ -7,7 +7,8 @@ Their packages go into a separate folder, without their dependencies:
         orjson
     python -m benchmarks.peers.semantics PEERS
 
-Prints a table of the largest differences, and of the presets' defaults that the packages confirm. Ends with an error if a difference above 1e-6 has no explanation.
+Prints a table of the largest differences, and of the presets' defaults that the packages confirm. Ends with an
+error if a difference above 1e-6 has no explanation.
 """
 
 from __future__ import annotations

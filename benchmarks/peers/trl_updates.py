@@ -93,7 +93,8 @@ def _sampling_jobs() -> Iterator[Job]:
     for about in ("--beta 0.1", "--beta 0", "--epsilon_high 0.3"):
         yield _job("rloo", about)
     yield _job("rloo", "--normalize_advantages true", says=True)
-    yield _job("rloo", "--mask_truncated_completions true")
+    yield _job("rloo", "--mask_truncated_completions true", says="has no KL penalty")
+    yield _job("rloo", "--mask_truncated_completions true", "--beta 0")
     yield _job("rloo", "", model=_MIXTURE)
 
 
@@ -112,9 +113,9 @@ def _correction_jobs() -> Iterator[Job]:
 
 
 def _supervised_jobs() -> Iterator[Job]:
-    for loss in ("sigmoid", "ipo", "robust"):
+    for loss in ("sigmoid", "sigmoid_norm", "ipo", "robust"):
         yield _job("dpo", f"--loss_type {loss}", "--label_smoothing 0.1")
-    for loss in ("hinge", "sigmoid_norm", "aot", "exo_pair", "sft"):
+    for loss in ("hinge", "aot", "exo_pair", "sft"):
         yield _job("dpo", f"--loss_type {loss}", "--label_smoothing 0.1", says=True)
     yield _job("dpo", "--beta 0.3")
     yield _job("dpo", "--ld_alpha 0.5", says=True)
@@ -142,11 +143,16 @@ _LIKELIHOOD = "likelihood"
 """ORPO's of TRL is a mean over the tokens of all chosen texts with their prompts, here of responses' own means."""
 
 
+def scale_of(job: Job) -> float:
+    """Return the factor of the scores."""
+    return SCALE if _words(job)[0] == "grpo" else 1.0
+
+
 def losses_of(job: Job) -> tuple[Losses, Inputs]:
     """Return the losses of a job as TRL computes them, and the inputs."""
     name, words = _words(job)
     arguments, model = _parsed(name, words)
-    inputs = make_inputs(job, SCALE if name == "grpo" else 1.0)
+    inputs = make_inputs(job, scale_of(job))
     with _tiny(model, arguments) as folder:
         if name in ("grpo", "rloo"):
             return {"actor": _sampled(name, arguments, folder, inputs)}, inputs

@@ -173,6 +173,11 @@ def settings_of_job(job: Job) -> tuple[Spec, str]:
     return parse_spec(read_yaml(found.text()), found.file), found.report()
 
 
+def effects(report: str) -> str:
+    """Return the part of a report on assumptions and on settings whose loss has an effect."""
+    return report.partition("without such an effect")[0]
+
+
 def difference(job: Job, ours: Losses, theirs: Losses) -> float:
     """Return the largest difference of losses and gradients, over the largest number of the role's."""
     if ours.keys() != theirs.keys():

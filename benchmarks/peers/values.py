@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.peers import openrlhf_updates, trl_updates, verl_updates
 from benchmarks.peers.comparison import TOLERANCE
 from benchmarks.peers.packages import use_packages
-from benchmarks.peers.updates import Inputs, Job, Losses, difference, digest, settings_of_job, update_of
+from benchmarks.peers.updates import Inputs, Job, Losses, difference, digest, effects, settings_of_job, update_of
 from flexrlhf.errors import UserError
 
 PEERS: Mapping[str, Any] = {"trl": trl_updates, "verl": verl_updates, "openrlhf": openrlhf_updates}
@@ -44,7 +44,7 @@ class Compared:
         if self.difference is None:
             return bool(self.job.says)
         if self.job.says:
-            return self.job.says in self.report.partition("without such an effect")[0]
+            return self.job.says in effects(self.report)
         return self.difference <= TOLERANCE
 
     def line(self) -> str:
@@ -60,6 +60,15 @@ def compare(job: Job, theirs: Losses, inputs: Inputs) -> Compared:
     except UserError as error:
         return Compared(job, None, str(error))
     return Compared(job, difference(job, update_of(spec, inputs), theirs), report)
+
+
+def as_text(recorded: Mapping[str, Any]) -> str:
+    """Return the values as JSON, a line for each job."""
+    packages = []
+    for package, values in recorded.items():
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in values["jobs"].items())
+        packages.append(f'"{package}": {{"version": {json.dumps(values["version"])}, "jobs": {{\n{lines}\n}}}}')
+    return "{" + ",\n".join(packages) + "}\n"
 
 
 def main() -> None:
@@ -86,7 +95,7 @@ def main() -> None:
                 wrong += [] if compared.is_right else [job.about]
             recorded[package] = {"version": version(package), "jobs": values}
     if options.record:
-        RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")
+        RECORDED.write_text(as_text(recorded))
     if wrong:
         raise SystemExit(f"{len(wrong)} jobs have other values: {'; '.join(wrong)}")
 

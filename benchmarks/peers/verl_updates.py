@@ -81,7 +81,7 @@ def _loss_jobs() -> Iterator[Job]:
     yield _job("grpo", f"{mode}gspo")
     yield _job("grpo", f"{mode}gspo", f"{_ACTOR}loss_agg_mode=seq-mean-token-mean {_ACTOR}clip_ratio_low=0.0003")
     yield _job("grpo", f"{mode}cispo")
-    yield _job("grpo", f"{mode}cispo", f"{_ACTOR}clip_ratio_low=10 {_ACTOR}clip_ratio_high=0.2", says="clip_ratio_low")
+    yield _job("grpo", f"{mode}cispo", f"{_ACTOR}clip_ratio_low=10 {_ACTOR}clip_ratio_high=0.2")
     yield _job("grpo", f"{mode}kl_cov", says=_CHOICE)
     yield _job("grpo", f"{mode}clip_cov", says=_CHOICE)
     for name in ("sapo", "geo_mean", "gpg", "dppo_tv", "dppo_kl"):
@@ -119,7 +119,9 @@ def _correction_jobs() -> Iterator[Job]:
     for kind in ("token_k1", "seq_sum_k1", "seq_mean_k1"):
         own = f"{_CORRECTION}rollout_rs={kind}"
         yield _job("grpo", own, f"{_CORRECTION}rollout_rs_threshold=0.6_1.4")
-        yield _job("grpo", f"{_CORRECTION}rollout_rs_threshold=1.5", own)
+        yield _job("grpo", f"{_CORRECTION}rollout_rs_threshold=1.1", own)
+    penalised = f"{_ALGORITHM}use_kl_in_reward=True {_ALGORITHM}kl_ctrl.kl_coef=0.05"
+    yield _job("grpo", f"{_CORRECTION}rollout_is=token", penalised, says="the engine's log-probs")
     both = f"{_CORRECTION}rollout_is=token {_CORRECTION}rollout_rs_threshold=0.6_1.5"
     yield _job("grpo", f"{_CORRECTION}rollout_rs=seq_mean_k1", both)
     means = f"{both} {_ACTOR}loss_agg_mode=seq-mean-token-mean"
@@ -134,10 +136,15 @@ def _correction_jobs() -> Iterator[Job]:
     )
 
 
+def scale_of(_: Job) -> float:
+    """Return the factor of the scores."""
+    return 1.0
+
+
 def losses_of(job: Job) -> tuple[Losses, Inputs]:
     """Return the losses of a job as verl computes them, and the inputs."""
     config = _composed(shlex.split(job.command))
-    inputs = make_inputs(job)
+    inputs = make_inputs(job, scale_of(job))
     data = _with_advantages(config, inputs)
     losses = {
         "actor": of_mini_batches(

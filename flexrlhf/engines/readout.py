@@ -188,10 +188,11 @@ def quantity_of(column: Column) -> Quantity:
 
 def totals_of(batch: Batch, dp: RankGroup) -> Totals:
     """Count a mini-batch over all data-parallel ranks."""
-    masks = (batch.mask.double(), batch.sampled_mask.double())
-    sums = [number for mask in masks for number in (mask.sum(), (mask.sum(1) > 0).double().sum())]
-    *counts, rows = dp.sum(torch.stack([*sums, masks[0].new_tensor(len(batch))])).tolist()
-    return Totals(*counts[:2], rows / batch.samples_per_prompt, *counts[2:])
+    mask, sampled = batch.mask.double(), batch.sampled_mask.double()
+    counts = [number for each in (mask, sampled) for number in (each.sum(), (each.sum(1) > 0).double().sum())]
+    sums = dp.sum(torch.stack([*counts, mask.new_tensor(len(batch))])).tolist()
+    tokens, sequences, sampled_tokens, sampled_sequences, rows = sums
+    return Totals(tokens, sequences, rows / batch.samples_per_prompt, sampled_tokens, sampled_sequences)
 
 
 def _zero_of(computed: Mapping[str, Tensor], quantities: Collection[Quantity]) -> Tensor:

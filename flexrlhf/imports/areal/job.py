@@ -25,6 +25,7 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
+from flexrlhf.imports.ratio_bounds import put_cap, put_floor
 from flexrlhf.imports.row_parts import drop_uses_of_rows
 from flexrlhf.imports.run_parts import put_checkpoints, put_evaluation, put_length, put_loggers, put_run_name, put_seed
 from flexrlhf.imports.score_parts import put_scored_by_code
@@ -211,9 +212,33 @@ def _sampled(out: Translation, job: JobSettings) -> str:
     if (least := job.real("gconfig.min_new_tokens")) is not None and least.value >= 0:
         out.put("algorithm.min_response_tokens", int(least.value), least)
     if (decoupled := job.truth("actor.use_decoupled_loss")) is not None:
-        out.put("algorithm.importance.level", "token", decoupled)
         job.pass_over("log-probs of the policy that trains are computed", "actor.recompute_logprob")
+        _weights(out, job, decoupled)
     return name
+
+
+def _weights(out: Translation, job: JobSettings, decoupled: Setting) -> None:
+    """Write the weights of a decoupled loss, by rejection_sampling or its form before 1.0."""
+    prefix, before = "actor.rejection_sampling.", "actor.behav_imp_weight_"
+    if not job.starts(prefix, before):
+        out.note(
+            "weights of a decoupled loss are masked above 5, AReaL's default before 1.0; since 1.0 it has none without "
+            "rejection_sampling: algorithm.importance: null"
+        )
+    old = job.get(f"{before}mode")
+    words = ("token", "mask") if old is None else str(old.value).partition("_")[::2]
+    level, action, metric = (job.get(prefix + key) for key in ("level", "action", "metric"))
+    of = words[0] if level is None else level.value
+    outside = {"clamp": "truncate"}.get(action.value, action.value) if action else words[1]
+    if of != "token" or outside not in ("mask", "truncate") or (metric is not None and metric.value != "ratio"):
+        for each in (old, level, action, metric):
+            out.drop(each, "weights and rejections are by ratios of tokens")
+        return
+    upper = job.number(f"{prefix}upper", f"{before}cap") or Setting(f"{prefix}upper", 5.0, default=True)
+    out.put("algorithm.importance.level", "token", level or decoupled)
+    out.put("algorithm.importance.outside", outside, action or old or "action: mask (AReaL's default)")
+    put_cap(out, upper)
+    put_floor(out, job.number(f"{prefix}lower"))
 
 
 def _devices(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flexrlhf.imports.parts import CUT, put_estimator, put_overlong
-from flexrlhf.imports.settings import LARGEST, JobSettings, Setting, read_scalar
+from flexrlhf.imports.ratio_bounds import NO_BOUND, note_penalty, put_rejection
+from flexrlhf.imports.settings import LARGEST, JobSettings, Setting, is_true, read_scalar
 from flexrlhf.imports.translation import Translation
 
 _ESTIMATORS = {
@@ -24,11 +25,13 @@ def put_algorithm(out: Translation, job: JobSettings) -> str:
         out.drop(loss, "this loss is not here; PPO's stands for it")
     if estimator is not None and estimator.value == "reinforce_baseline":
         out.put("algorithm.baseline", "group", estimator)
-    no_std = job.truth("algo.advantage.no_std_norm") or (
-        estimator if estimator is not None and estimator.value == "dr_grpo" else None
-    )
-    if no_std is not None and name in ("grpo", "gspo"):
-        out.put("algorithm.scale", "none", no_std)
+    if estimator is not None and estimator.value == "dr_grpo":
+        out.put("algorithm.scale", "none", estimator)
+    no_std = job.truth("algo.advantage.no_std_norm")
+    if name in ("ppo", "reinforce++"):
+        out.drop(no_std, "advantages less their mean, not divided by their deviation, are not here")
+    else:
+        out.drop(no_std, "its advantages do not read it: gae, reinforce and reinforce_baseline do", matters=False)
     samples = job.count("rollout.n_samples_per_prompt")
     if samples is not None and (samples.value > 1 or name in ("ppo", "reinforce++")):
         out.put("algorithm.samples_per_prompt", samples.value, samples)
@@ -57,8 +60,24 @@ def put_algorithm(out: Translation, job: JobSettings) -> str:
     top_p = job.number("rollout.top_p")
     if top_p is not None and top_p.value < 1:
         out.drop(top_p, CUT)
+    mean = job.get("actor.loss_agg_mode")
+    if mean is not None and mean.value in ("token-mean", "seq-mean-token-mean"):
+        out.put_same("algorithm.loss_aggregation", mean)
+    else:
+        out.drop(mean, "losses are aggregated by token-mean or seq-mean-token-mean")
+    _clip(out, job, name)
     _corrections(out, job, name)
     return name
+
+
+def _clip(out: Translation, job: JobSettings, name: str) -> None:
+    """Write the bounds of scores, if they are symmetric and of scores before a baseline."""
+    ends = job.listed("reward.clip_range")
+    low, high = _two(ends) or (None, None)
+    if name == "ppo" and high is not None and low == -high and high > 0:
+        out.put("algorithm.reward_clip", high, ends)
+    else:
+        out.drop(ends, "scores are clipped at -x and x, before a baseline")
 
 
 def _penalty(out: Translation, job: JobSettings) -> None:
@@ -72,30 +91,16 @@ def _penalty(out: Translation, job: JobSettings) -> None:
     if in_loss is not None:
         out.put("algorithm.kl.place", "loss", in_loss)
     out.put_real("algorithm.kl.coefficient", coefficient)
+    if in_loss is not None and estimator is None:
+        out.put("algorithm.kl.estimator", "k1", "algo.kl.estimator: k1 (OpenRLHF's default)")
     out.put_same("algorithm.kl.estimator", estimator)
     if in_loss is None:
         out.put_real("algorithm.kl.target", target)
 
 
 def _corrections(out: Translation, job: JobSettings, name: str) -> None:
-    correction, kind = job.truth("algo.advantage.is_correction_enable"), job.get("algo.advantage.is_correction_type")
-    level = job.get("algo.advantage.is_correction_level")
-    bounds = job.get("algo.advantage.is_correction_threshold")
-    if correction is not None or (level is not None and level.value in ("token", "sequence")):
-        word = "token" if level is None or level.value not in ("token", "sequence") else str(level.value)
-        out.put("algorithm.importance.level", word, level or correction)
-        values = [0.5, 5.0] if bounds is None else _two(bounds)
-        source = bounds or "is_correction_threshold: 0.5 5.0 (OpenRLHF's default)"
-        if values and min(values) > 0:
-            out.put("algorithm.importance.cap", max(1.0, values[1]), source)
-            if kind is not None and kind.value == "icepop":
-                out.put("algorithm.importance.outside", "mask", kind)
-                out.put("algorithm.importance.floor", min(1.0, values[0]), source)
-            else:
-                lower = Setting("--algo.advantage.is_correction_threshold", values[0])
-                out.drop(lower, "weights that are truncated have no lower bound here")
-        if kind is not None and kind.value not in ("tis", "icepop"):
-            out.drop(kind, "weights beyond their bounds are truncated or masked, one by one")
+    _weights(out, job, name)
+    note_penalty(out)
     filters, ends = job.truth("algo.dynamic_filtering_enable"), job.get("algo.dynamic_filtering_range")
     if filters is not None and name in ("grpo", "gspo", "rloo"):
         out.put("algorithm.dynamic_sampling.rounds", 2, filters)
@@ -108,8 +113,71 @@ def _corrections(out: Translation, job: JobSettings, name: str) -> None:
     out.put_same("algorithm.freeze_actor_steps", job.count("critic.freezing_steps"))
 
 
+def _weights(out: Translation, job: JobSettings, name: str) -> None:
+    """Write the correction for an engine's log-probs: weights of tokens, and which tokens or responses it drops.
+
+    Before 0.11 it was enabled by one option, and its type was tis, icepop or seq-mask-tis.
+    """
+    prefix = "algo.advantage.is_correction_"
+    level, mode, gate, enabled = (job.get(f"{prefix}{key}") for key in ("level", "mode", "gating", "enable"))
+    kind, bounds = job.get(f"{prefix}type"), job.listed(f"{prefix}threshold")
+    word, treatment = str(level.value if level else "off"), str(mode.value if mode else "mask")
+    word = "seq" if word == "sequence" else word
+    if level is None and enabled is not None and is_true(enabled.value):
+        word, treatment = _OLD_KINDS.get(str(kind.value if kind else "tis"), ("", ""))
+        level = enabled
+    if level is None or word == "off":
+        for each in (mode, gate, kind, bounds):
+            out.drop(each, "there is no correction", matters=False)
+        return
+    # one number is an upper bound
+    ends = [0.5, 5.0] if bounds is None else [0.0, *_numbers(bounds)][-2:]
+    low, high = ends if len(ends) == 2 else (0.0, 0.0)
+    is_known = (
+        word in ("token", "seq") and treatment in ("mask", "truncate") and (gate is None or gate.value == "ratio")
+    )
+    if name == "gspo" or not is_known or (word == "token" and not low <= 1 <= high):
+        why = "the ratio of GSPO is to the engine's log-probs then" if name == "gspo" else _UNLIKE
+        for each in (level, mode, gate, kind, bounds):
+            out.drop(each, why)
+        return
+    source = bounds or "is_correction_threshold: 0.5 5.0 (OpenRLHF's default)"
+    if word == "token":
+        out.put("algorithm.importance.level", "token", level)
+        out.put("algorithm.importance.outside", treatment, mode or kind or "is_correction_mode: mask (the default)")
+        out.put("algorithm.importance.cap", high, source)
+        if treatment == "mask" and low > 0:
+            out.put("algorithm.importance.floor", low, source)
+        elif low > 0:
+            lower = Setting(bounds.key if bounds else "is_correction_threshold", low)
+            out.drop(lower, "weights that are truncated have no lower bound here")
+    elif put_rejection(out, "geometric", low, high, source):
+        out.put("algorithm.importance.level", "token", level)
+        out.put("algorithm.importance.cap", NO_BOUND, "weights of the responses that are kept have no bound")
+        out.put("algorithm.importance.reject.denominators", "all", "rejected responses are counted in its means")
+        if out.value("algorithm.kl.place") == "loss" or out.value("algorithm.entropy_coefficient"):
+            out.note(
+                "KL penalty and entropy bonus of rejected responses are a part of OpenRLHF's loss, here they are not"
+            )
+    else:
+        for each in (level, bounds):
+            out.drop(each, _UNLIKE)
+
+
+_UNLIKE = "weights are truncated from above, or masked, by ratios of tokens or their mean, with bounds around 1"
+_OLD_KINDS = {"tis": ("token", "truncate"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+"""Types of corrections before 0.11 → level and mode."""
+
+
 def _two(setting: Setting | None) -> list[float]:
     """Return the two numbers of a setting; none if it has others."""
-    ends = [] if setting is None else [read_scalar(each) for each in str(setting.value).split()]
-    is_pair = len(ends) == 2 and all(isinstance(end, int | float) and abs(end) < LARGEST for end in ends)
-    return [float(end) for end in ends] if is_pair else []
+    ends = _numbers(setting)
+    return ends if len(ends) == 2 else []
+
+
+def _numbers(setting: Setting | None) -> list[float]:
+    """Return the numbers of a setting; none if one is no number."""
+    value = "" if setting is None else setting.value
+    ends = [read_scalar(str(each)) for each in (value if isinstance(value, list) else str(value).split())]
+    are_numbers = all(isinstance(end, int | float) and abs(end) < LARGEST for end in ends)
+    return [float(end) for end in ends] if are_numbers else []

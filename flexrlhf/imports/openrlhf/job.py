@@ -86,7 +86,9 @@ def _supervised(out: Translation, job: JobSettings, name: str) -> None:
         out.put_real("algorithm.beta", job.number("model.beta"))
     if (ipo := job.truth("model.ipo_enable")) is not None:
         out.put("algorithm.loss", "ipo", ipo)
-    out.put_real("algorithm.label_smoothing", job.number("model.label_smoothing"))
+        out.drop(job.number("model.label_smoothing"), "ipo has none", matters=False)
+    else:
+        out.put_real("algorithm.label_smoothing", job.number("model.label_smoothing"))
     put_length(out, None, job.number("train.max_epochs"), f"max_epochs={2 if name == 'sft' else 1}")
     _run(out, job, {})
     model = put_needed_model(out, job, role, "model.model_name_or_path", "actor.model_name_or_path")

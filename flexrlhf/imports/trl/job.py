@@ -8,10 +8,12 @@ from typing import Any
 
 import yaml
 
+from flexrlhf.config.presets.trl import router_loss_of
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import machines_of, put_apart, put_cluster, put_gpus, put_vllm
+from flexrlhf.imports.expert_settings import put_router_loss
 from flexrlhf.imports.parts import (
     put_decoded,
     put_lengths,
@@ -30,6 +32,7 @@ from flexrlhf.imports.trl.algorithm import algorithm_of, put_reinforced, put_sup
 from flexrlhf.imports.trl.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.trl.run import all_processes, put_rows, put_run
 
+_SIMPO = {"beta": 0.1, "simpo_gamma": 0.5}
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -110,7 +113,7 @@ def translate(
     """
     name, is_async = algorithm_of(trainer, out.file), trainer.startswith("async")
     kind = "async" if is_async else {"gspo": "grpo"}.get(name, name)
-    job = JobSettings.of(found, DEFAULTS | _OF.get(kind, _OF[""]))
+    job = JobSettings.of(found, DEFAULTS | _OF.get(kind, _OF[""]) | (_SIMPO if name == "simpo" else {}))
     sign = next((job.found[key] for key in _BEFORE if job.has(key)), None) if name == "grpo" else None
     if sign is not None:
         job.defaults = {**job.defaults, **_DEFAULTS_BEFORE}
@@ -142,6 +145,10 @@ def translate(
         put_reinforced(out, job, name)
     else:
         put_supervised(out, job, name)
+    if (routers := job.real("router_aux_loss_coef")) is not None:
+        put_router_loss(out, routers)
+    elif name == "kto" and (own := router_loss_of(out.value("models.actor.init"))) is not None:
+        out.put("models.actor.router_aux_loss_coef", own, "router_aux_loss_coef: the architecture's (TRL's default)")
     put_rows(out, job)
     put_optimizer(out, job, role, _OPTIMIZER)
     if name == "ppo":

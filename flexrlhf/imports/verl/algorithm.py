@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.imports.parts import drop_cuts, put_estimator, put_overlong, put_reals
-from flexrlhf.imports.settings import JobSettings, Setting, is_true
+from flexrlhf.imports.ratio_bounds import NO_LOWER_BOUND, note_penalty, put_cap, put_floor, put_rejection
+from flexrlhf.imports.settings import LARGEST, JobSettings, Setting, is_true, read_scalar
 from flexrlhf.imports.translation import Translation
 
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -19,7 +20,7 @@ _ESTIMATORS = {
     "grpo_vectorized": "grpo",
 }
 _LOSSES = {"cispo": "cispo", "clip_cov": "clip-cov", "kl_cov": "kl-cov"}
-_MEANS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_MEANS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _BEFORE = (
     "trainer.default_hdfs_dir",
     f"{_A}fsdp_config.grad_offload",
@@ -31,6 +32,7 @@ _BEFORE = (
     "data.val_batch_size",
 )
 """Settings of versions until March 2025; later ones have others in their place, or ignore them."""
+_REJECTED = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
@@ -61,6 +63,8 @@ def _penalty(out: Translation, job: JobSettings) -> None:
         reward = _penalty_of_before(out, job, of_reward[0])
     if loss is None and reward is None:
         out.put("algorithm.kl", None, "neither actor.use_kl_loss nor algorithm.use_kl_in_reward")
+    if loss is not None and reward is not None:
+        out.drop(loss, "there is one KL penalty here, the one in the reward")
     places = (reward, (*of_reward, kind), "reward"), (None if reward else loss, of_loss, "loss")
     for used, own, place in places:
         if used is None:
@@ -107,14 +111,18 @@ def _loss(out: Translation, job: JobSettings, name: str, mode: Setting | None) -
         out.put("algorithm.surrogate", surrogate, mode)
         if surrogate != "clip-cov" and name in PEERS["verl"].trainers:
             out.put("algorithm.dual_clip", None, mode)
+        if surrogate != "cispo":
+            _covariance(out, job, surrogate)
     elif mode is not None and mode.value not in ("vanilla", "gspo", "ppo"):
         out.drop(mode, "this loss is not here; PPO's clipped loss stands for it")
-    low = job.number(f"{_A}clip_ratio_low", f"{_A}clip_ratio")
+    low, high = job.number(f"{_A}clip_ratio_low"), job.number(f"{_A}clip_ratio_high")
     if low is not None and low.value >= 1:
-        out.drop(low, "a lower bound of the ratio is above 0: clip_low below 1")
+        out.put("algorithm.clip_low", NO_LOWER_BOUND, low, "no lower bound")
     else:
         out.put_real("algorithm.clip_low", low)
-    out.put_real("algorithm.clip_high", job.number(f"{_A}clip_ratio_high", f"{_A}clip_ratio"))
+    out.put_real("algorithm.clip_high", high)
+    if (both := job.number(f"{_A}clip_ratio")) is not None and not (low and high) and both.value != 0.2:
+        out.drop(both, "verl's losses read clip_ratio_low and clip_ratio_high, which are 0.2 by default")
     dual = job.number(f"{_A}clip_ratio_c")
     if name != "gspo" and "algorithm.dual_clip" not in out.lines:
         out.put_real("algorithm.dual_clip", dual)
@@ -124,6 +132,9 @@ def _loss(out: Translation, job: JobSettings, name: str, mode: Setting | None) -
         out.put_same("algorithm.loss_aggregation", mean)
     else:
         out.drop(mean, f"known are {', '.join(_MEANS)}")
+    of_critic = job.get("critic.loss_agg_mode")
+    if name == "ppo" and of_critic is not None and of_critic.value != (mean.value if mean else "token-mean"):
+        out.drop(of_critic, "the value loss is aggregated as the policy's")
     out.put_same("algorithm.freeze_actor_steps", job.count("trainer.critic_warmup"))
     if name in ("ppo", "reinforce++", "remax"):
         put_reals(out, job, {"gamma": "algorithm.gamma"})
@@ -134,16 +145,76 @@ def _loss(out: Translation, job: JobSettings, name: str, mode: Setting | None) -
 def _sampling(out: Translation, job: JobSettings) -> None:
     put_reals(out, job, {"temperature": f"{_R}temperature"})
     drop_cuts(out, job.get(f"{_R}top_p"), job.get(f"{_R}top_k"))
+    _corrections(out, job)
+
+
+def _corrections(out: Translation, job: JobSettings) -> None:
+    """Write importance weights, and which tokens are left out of the loss."""
     prefix = "algorithm.rollout_correction.rollout_"
-    level, cap = job.get(f"{prefix}is"), job.real(f"{prefix}is_threshold")
+    level, bounds = job.get(f"{prefix}is"), job.get(f"{prefix}is_threshold")
     if level is not None and level.value in ("token", "sequence"):
         out.put_same("algorithm.importance.level", level)
-        if cap is not None and cap.value >= 1:
-            out.put_real("algorithm.importance.cap", cap)
-        else:
-            out.drop(cap, "a bound of importance weights is one number of at least 1")
-    for key in ("rs", "rs_threshold", "rs_threshold_lower", "token_veto_threshold"):
+        lower, upper = _bounds(bounds)
+        if bounds is not None and upper is None:
+            out.drop(bounds, "bounds of importance weights are one number or two")
+        elif bounds is not None:
+            if lower is not None:
+                out.put("algorithm.importance.outside", "mask", bounds)
+            put_cap(out, Setting(bounds.key, upper))
+            put_floor(out, None if lower is None else Setting(bounds.key, lower))
+    else:
+        out.drop(level, "importance weights are of tokens or of responses")
+        out.drop(bounds, "there are no importance weights", matters=False)
+    _rejections(out, job, level)
+    note_penalty(out)
+
+
+def _rejections(out: Translation, job: JobSettings, level: Setting | None) -> None:
+    """Write what is rejected: by bounds of pi_rollout / pi_old there, of its inverse here."""
+    prefix = "algorithm.rollout_correction.rollout_"
+    kind, bounds = job.get(f"{prefix}rs"), job.get(f"{prefix}rs_threshold")
+    lower, upper = _bounds(bounds)
+    lower = 1 / upper if lower is None and upper else lower
+    if kind is None:
+        out.drop(bounds, "nothing is rejected", matters=False)
+    elif kind.value not in _REJECTED or lower is None or upper is None or out.value("algorithm.name") == "ppo":
+        for each in (kind, bounds):
+            out.drop(each, "rejection: algorithm.importance.reject is by the ratio (k1), once advantages are computed")
+    elif not put_rejection(out, _REJECTED[str(kind.value)], 1 / upper, 1 / lower, kind, bounds):
+        out.drop(bounds, "bounds of a rejection are around 1")
+    else:
+        out.put("algorithm.importance.reject.denominators", "all", "its trainer counts rejected tokens, too")
+        if level is None:
+            out.put("algorithm.importance.level", "none", "no rollout_is")
+    for key in ("rs_threshold_lower", "token_veto_threshold"):
         out.drop(job.get(prefix + key), "rejection: algorithm.importance.reject has other bounds")
+
+
+def _bounds(setting: Setting | None) -> tuple[float | None, float | None]:
+    """Return the lower and upper bound of ``LOWER_UPPER`` or ``UPPER``; None for one that is not there or no number."""
+    words = [] if setting is None else str(setting.value).split("_", 1)
+    numbers = [read_scalar(word) for word in words]
+    if not numbers or not all(isinstance(each, int | float) and 0 < each < LARGEST for each in numbers):
+        return None, None
+    lower, upper = (None, *numbers) if len(numbers) == 1 else numbers
+    return (None if lower is None else float(lower)), float(upper)
+
+
+def _covariance(out: Translation, job: JobSettings, surrogate: str) -> None:
+    """Write the settings of a loss that selects tokens by their covariance."""
+    prefix = f"{_A}policy_loss."
+    keys = {
+        "clip-cov": {"share": "clip_cov_ratio", "lower": "clip_cov_lb", "upper": "clip_cov_ub"},
+        "kl-cov": {"share": "kl_cov_ratio", "coefficient": "ppo_kl_coef"},
+    }
+    for key, own in keys[surrogate].items():
+        out.put_real(f"algorithm.covariance.{key}", job.real(prefix + own))
+    if surrogate == "kl-cov" and "algorithm.covariance.coefficient" not in out.lines:
+        out.put("algorithm.covariance.coefficient", 0.1, "ppo_kl_coef: 0.1 (verl's default)")
+    out.note(
+        "tokens are selected by their covariance under the policy that the step starts from; verl selects anew in "
+        "every update, and at random for clip_cov"
+    )
 
 
 def _groups(out: Translation, job: JobSettings, name: str, estimator: Setting | None) -> None:
