@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import inf
 from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.errors import print_error
+from flexrlhf.cli.errors import EXIT_CODES, print_error
 from flexrlhf.cli.options import Force, Launcher, Nnodes, NodeRank, RdzvEndpoint, RunOptions, with_run_options
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.working import working
+from flexrlhf.config.secrets import without_secrets
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
 from flexrlhf.errors import RunStopped, UserError, either
@@ -107,14 +109,15 @@ def run(
     replanned = None if replan is None else _replan_settings(replan, launcher, hosts)
     if (notice := rank_notice()) is not None:
         print_error(notice)
-    specs = runs.specs(hosts.nnodes)
-    check_single_planner(specs, hosts)
-    plans = plan_runs(specs)
-    for spec in specs if replanned is not None else ():
-        if not spec.checkpoint.on_signal:
-            raise UserError(f"--replan {replan}: {spec.name} has checkpoint.on_signal: false; set it to true")
-    check_memory(plans, force)
-    hosts.check_cluster(plans[0].cluster)
+    with _said_to_others(Hosts() if dry_run else hosts):
+        specs = runs.specs(hosts.nnodes)
+        check_single_planner(specs, hosts)
+        plans = plan_runs(specs)
+        for spec in specs if replanned is not None else ():
+            if not spec.checkpoint.on_signal:
+                raise UserError(f"--replan {replan}: {spec.name} has checkpoint.on_signal: false; set it to true")
+        check_memory(plans, force)
+        hosts.check_cluster(plans[0].cluster)
     if dry_run:
         _check(plans, resume, is_quickstart, accept_changes)
         return
@@ -125,7 +128,7 @@ def run(
 
         if preflight:
             _preflight(plans, hosts, is_quickstart=is_quickstart, resume=resume, factory=factory)
-        with working("checking models and data"):
+        with _said_to_others(hosts), working("checking models and data"):
             keeps = is_quickstart and not fresh
             job = prepare_job(plans, hosts, is_quickstart, resume, under_ray, keeps, accept_changes)
         if hosts.is_first:
@@ -152,7 +155,8 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
 
     No config is needed here, only models and data.
     """
-    Hosts(nnodes=2, rdzv_endpoint=rdzv_endpoint)
+    # one of the further machines, whichever
+    joining = Hosts(2, 1, rdzv_endpoint)
     from flexrlhf.launch.lifetime import quiet_torch
 
     quiet_torch()
@@ -160,18 +164,38 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
     from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at, find_job
     from flexrlhf.runs.resume import resumed
 
-    job = find_job(endpoint_at(rdzv_endpoint), JOIN_SECONDS)
-    orders = job.offer.orders
-    plans = plan_runs([order.spec for order in orders])
-    check_memory(plans, force)
-    cluster = plans[0].cluster
-    hosts = Hosts(job.offer.nnodes, job.take_number(cluster) if node_rank is None else node_rank, rdzv_endpoint)
-    names, ranks = ", ".join(plan.spec.name for plan in plans), ranks_text(hosts.local_ranks(cluster))
-    typer.echo(f"joins {names} as node {hosts.node_rank} of {hosts.nnodes}: {ranks}")
-    runs = [resumed(plan, order) for plan, order in zip(plans, orders, strict=True)]
-    checked_job(runs, hosts).start(job.offer.max_restarts)
+    with _said_to_others(joining):
+        job = find_job(endpoint_at(rdzv_endpoint), JOIN_SECONDS)
+        orders = job.offer.orders
+        plans = plan_runs([order.spec for order in orders])
+        check_memory(plans, force)
+        cluster = plans[0].cluster
+        hosts = Hosts(job.offer.nnodes, job.take_number(cluster) if node_rank is None else node_rank, rdzv_endpoint)
+        names, ranks = ", ".join(plan.spec.name for plan in plans), ranks_text(hosts.local_ranks(cluster))
+        typer.echo(f"joins {names} as node {hosts.node_rank} of {hosts.nnodes}: {ranks}")
+        runs = [resumed(plan, order) for plan, order in zip(plans, orders, strict=True)]
+        checked = checked_job(runs, hosts)
+    checked.start(job.offer.max_restarts)
     end_command(None)
     typer.echo(f"{names} has ended; results are on node 0")
+
+
+@contextmanager
+def _said_to_others(hosts: Hosts) -> Iterator[None]:
+    """Print a user's error of the body, say it to the other machines of the job, and exit."""
+    try:
+        yield
+    except UserError as error:
+        if hosts.nnodes == 1:
+            raise
+        print_error(str(error))
+        from flexrlhf.launch.lifetime import quiet_torch
+
+        quiet_torch()
+        from flexrlhf.launch.rendezvous import refuse
+
+        refuse(hosts, without_secrets(str(error)))
+        raise typer.Exit(EXIT_CODES[UserError]) from None
 
 
 def _check_fresh(fresh: bool, is_quickstart: bool, resume: str | None) -> None:

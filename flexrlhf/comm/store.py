@@ -12,7 +12,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from ipaddress import IPv6Address, ip_address
@@ -190,18 +190,31 @@ def connect_store(endpoint: Endpoint, timeout_seconds: float, notice: Notice) ->
     return dist.TCPStore(endpoint.host, endpoint.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
+def is_served(endpoint: Endpoint) -> bool:
+    """Whether something listens at ``endpoint`` now."""
+    return _try_connect(endpoint) is None
+
+
 def second_connection(store: dist.Store) -> dist.Store:
     """Return a client of the same store for another thread: a call that waits occupies its connection."""
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
     return clone
 
 
-def await_keys(store: dist.Store, keys: Mapping[str, str], timeout_seconds: float, notice: Notice) -> None:
+def await_keys(
+    store: dist.Store,
+    keys: Mapping[str, str],
+    timeout_seconds: float,
+    notice: Notice,
+    check: Callable[[], object] = bool,
+) -> None:
     """Wait until all ``keys`` are set, with a line every few seconds. ``keys``: key → who sets it.
 
-    Raises RunStopped with who is missing and who has arrived.
+    ``check``: is called about every second, and raises what ends the wait. Raises RunStopped with who is missing and
+    who has arrived.
     """
     while not _all_set(store, list(keys)):
+        check()
         missing = [who for key, who in keys.items() if not store.check([key])]
         if not missing:
             return

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from flexrlhf.comm.store import Notice, await_keys
 from flexrlhf.config.job_secret import MAKE, job_secret, signed, verified
 from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.launch.refusals import LISTEN_SECONDS, Refusals
 from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, probed_directories
 from flexrlhf.launch.terms import JOB_TERMS, Sides, Terms, compare_machine
 from flexrlhf.plan.plan import Plan
@@ -79,26 +80,31 @@ def agree(
 
 def _judge(store: dist.Store, member: Member, plans: Sequence[Plan], terms: Terms, seconds: float) -> str:
     """Return, on number 0, the first difference that another member has found."""
-    others = range(1, member.members)
+    others, refusal = range(1, member.members), ""
     with probed_directories(plans, makes_probes=True) as directories:
         store.set("host", member.host)
         store.set("directories", signed("directories", _DIRECTORIES.dump_json(tuple(directories)).decode()))
         store.set("terms", signed("terms", JOB_TERMS.dump_json(terms).decode()))
         notice = Notice(f"{member.name} compares settings, versions and files")
-        await_keys(store, {f"verdict/{each}": f"{member.noun} {each}" for each in others}, seconds, notice)
+        verdicts = {f"verdict/{each}": f"{member.noun} {each}" for each in others}
+        try:
+            await_keys(store, verdicts, seconds, notice, Refusals(store).check)
+        except UserError as error:
+            refusal = str(error)
     unwritable = [f"runs: {each.place} cannot be written ({each.problem})" for each in directories if each.problem]
-    found = [*unwritable, *(store.get(f"verdict/{each}").decode() for each in others)]
+    found = [refusal] if refusal else [*unwritable, *(store.get(key).decode() for key in verdicts)]
     sentence = next(filter(None, found), "")
     store.set("result", sentence)
     if sentence:
-        _await_readers(store, member)
+        # the refused machine does not read it
+        _await_readers(store, member, LISTEN_SECONDS if refusal else LAST_WORD_SECONDS)
     return sentence
 
 
-def _await_readers(store: dist.Store, member: Member) -> None:
+def _await_readers(store: dist.Store, member: Member, seconds: float) -> None:
     readers = {f"read/{each}": f"{member.noun} {each}" for each in range(1, member.members)}
     try:
-        await_keys(store, readers, LAST_WORD_SECONDS, Notice(f"{member.name} waits for the others", prints=False))
+        await_keys(store, readers, seconds, Notice(f"{member.name} waits for the others", prints=False))
     except RunStopped:
         # a member that is gone needs no word
         return

@@ -10,15 +10,18 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
+from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, is_served, serve_store
 from flexrlhf.config.job_secret import NO_SECRET, job_secret, signed, verified
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.agreement import Member, agree
+from flexrlhf.launch.refusals import LISTEN_SECONDS, agreement_store, check_refused, refuse_others, write_refusal
 from flexrlhf.launch.shared_secret import found_secret, made_secret
 from flexrlhf.launch.terms import Terms
 from flexrlhf.placement.cluster import Cluster
@@ -113,7 +116,8 @@ class NodeRendezvous(RendezvousHandler):
                 offered = JOB_OFFER.dump_json(replace(offer, secret_file=file)).decode()
                 store.set(OFFER, signed(OFFER, offered))
                 return agree(store, member, plans, make_terms, self._join_seconds)
-        await_keys(store, {OFFER: "node 0"}, self._join_seconds, Notice(f"{member.name} waits for {member.first}"))
+        notice = Notice(f"{member.name} waits for {member.first}")
+        await_keys(store, {OFFER: "node 0"}, self._join_seconds, notice, partial(check_refused, store))
         with found_secret(_secret_file(store)):
             return agree(store, member, plans, make_terms, self._join_seconds)
 
@@ -213,7 +217,11 @@ def find_job(endpoint: Endpoint, seconds: float) -> OpenJob:
     """
     notice = Notice(f"this machine waits for a job at {endpoint}")
     store = agreement_store(connect_store(endpoint, seconds, notice))
-    await_keys(store, {OFFER: "node 0"}, seconds, notice)
+    try:
+        await_keys(store, {OFFER: "node 0"}, seconds, notice, partial(check_refused, store))
+    except RuntimeError as error:
+        # as torch reports a store that is closed
+        raise RunStopped(f"{notice.what}: node 0 has ended before the job began") from error
     with found_secret(_secret_file(store)):
         if not job_secret():
             raise UserError(NO_SECRET)
@@ -225,9 +233,19 @@ def _secret_file(store: dist.Store) -> str:
     return JOB_OFFER.validate_json(store.get(OFFER).decode().partition("\n")[2]).secret_file
 
 
-def agreement_store(store: dist.Store) -> dist.Store:
-    """Return the part of a job's store in which its machines agree."""
-    return dist.PrefixStore("agreement", store)
+def refuse(hosts: Hosts, sentence: str) -> None:
+    """Say to the machines that wait for node 0, or to node 0 if it is there, why this one does not begin the job."""
+    endpoint = endpoint_at(hosts.rdzv_endpoint)
+    if hosts.is_first_node:
+        refuse_others(endpoint, hosts.nnodes - 1, sentence)
+    if hosts.is_first_node or not is_served(endpoint):
+        return
+    with suppress(RuntimeError, RunStopped, UserError):
+        # it may end meanwhile
+        store = agreement_store(connect_store(endpoint, LISTEN_SECONDS, Notice("a refusal", prints=False)))
+        file = _secret_file(store) if store.check([OFFER]) else ""
+        with found_secret(file if Path(file).is_file() else ""):
+            write_refusal(store, sentence)
 
 
 def taken_key(number: int) -> str:

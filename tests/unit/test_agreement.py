@@ -6,17 +6,21 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from socket import create_server, gethostname
 
 import pytest
 import torch.distributed as dist
 from small_runs import plan_of
 
+from flexrlhf.comm.store import Endpoint
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.launch import shared_directories, terms
+from flexrlhf.launch import agreement, shared_directories, terms
 from flexrlhf.launch.agreement import Member, agree
-from flexrlhf.launch.rendezvous import JOB_OFFER, JobOffer, OpenJob
+from flexrlhf.launch.refusals import Refusals, write_refusal
+from flexrlhf.launch.rendezvous import JOB_OFFER, JobOffer, OpenJob, find_job, refuse
 from flexrlhf.launch.shared_directories import Sharing
 from flexrlhf.launch.terms import JOB_TERMS, Sides, Terms, difference
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import BLOCK_BYTES, NUM_BLOCKS, file_digest
 from flexrlhf.runs.resume import RunOrder
@@ -101,6 +105,47 @@ def test_a_machine_that_does_not_come_is_named(plan: Plan) -> None:
     first, second = ends(plan, [TERMS, TERMS], seconds=0.1)
     assert first.startswith("node 0 (host a) compares settings, versions and files: missing node 2; arrived: node 1")
     assert "missing node 0" in second
+
+
+@pytest.mark.parametrize("secret", ["5" * 64, "6" * 64, ""])
+def test_a_machine_that_was_refused_ends_the_job_if_it_has_its_secret(
+    secret: str, plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another one could be anybody: node 0 names it, and waits for the machines of its job."""
+    store, member = dist.HashStore(), Member(0, 2, "a")
+    with monkeypatch.context() as other:
+        other.setenv("FLEXRLHF_TOKEN", secret)
+        write_refusal(store, "there is no data file a.jsonl")
+    monkeypatch.setenv("FLEXRLHF_TOKEN", "5" * 64)
+    monkeypatch.setattr(agreement, "LISTEN_SECONDS", 0.0)
+    refused = f"a machine that would join (host {gethostname()}) was refused: there is no data file a.jsonl"
+    with pytest.raises((UserError, RunStopped)) as caught:
+        agree(store, member, [plan], lambda: TERMS, 0.1)
+    printed = capsys.readouterr().err
+    if secret == "5" * 64:
+        assert str(caught.value) == refused and not printed
+    else:
+        assert isinstance(caught.value, RunStopped) and "missing node 1" in str(caught.value)
+        assert printed == f"flexrlhf: {refused}; it has not the secret of this job, so node 0 waits for another\n"
+
+
+@pytest.mark.parametrize("value", ["", "\n", "x\n\x1b[2J", "x\na\nb\nc", "x\n" + "[" * 5000])
+def test_a_refusal_of_any_form_is_one_line(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()
+    store.set("refusal/1", value)
+    Refusals(store).check()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_machine_that_waits_reads_why_node_0_has_ended() -> None:
+    """And node 0 ends as soon as it has."""
+    with create_server(("127.0.0.1", 0)) as probe:
+        endpoint = Endpoint("test", *probe.getsockname())
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(find_job, endpoint, 20.0)
+        refuse(Hosts(2, 0, str(endpoint)), "placement: no vector")
+        with pytest.raises(RunStopped, match="^the first machine .* has ended before it began: placement: no vector$"):
+            waiting.result(20)
 
 
 def test_a_directory_that_is_another_one_is_not_shared(
