@@ -126,6 +126,34 @@ def test_a_job_that_is_signalled_goes_on_in_the_next_one(slurm: Slurm, config: P
     assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == list(range(200))
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 3.0])
+def test_a_job_that_is_signalled_before_its_first_step_is_requeued(
+    seconds: float, slurm: Slurm, config: Path, tmp_path: Path
+) -> None:
+    """As soon as its tasks are there, whether their interpreters have started or they load libraries."""
+    slurm.call("flexrlhf", "slurm", str(config), "-o", "job.sbatch", cwd=tmp_path)
+    job = slurm.call("sbatch", "--parsable", "-o", "job.out", "job.sbatch", cwd=tmp_path).stdout.strip()
+    wait_until(lambda: f"{job}.0" in slurm.call("squeue", "-h", "-s", "-j", job, "-o", "%i").stdout)
+    time.sleep(seconds)
+    slurm.call("scancel", "--signal=USR1", job)
+    wait_until(lambda: "BeginTime" in slurm.call("squeue", "-h", "-j", job, "-o", "%r").stdout)
+    slurm.call("scancel", job)
+    said = (tmp_path / "job.out").read_text()
+    assert "step 1/" not in said and "Traceback" not in said, said
+    # a signal before the interpreter runs has no word of ours
+    assert seconds < 3 or "flexrlhf: stopped by SIGUSR1 before the first step; nothing is to be saved" in said, said
+
+
+def test_tasks_on_one_node_and_nodes_without_srun_are_refused(slurm: Slurm, config: Path, tmp_path: Path) -> None:
+    many = slurm.call("srun", "-N1", "-n2", "flexrlhf", "run", str(config), cwd=tmp_path)
+    assert (many.stderr + many.stdout).count("flexrlhf: srun: 2 tasks on 1 nodes; a task starts all ranks") == 2
+    script = f"#!/bin/bash\nflexrlhf run {config}\n"
+    (tmp_path / "plain.sbatch").write_text(script)
+    slurm.call("sbatch", "-N2", "--wait", "-o", "plain.out", "plain.sbatch", cwd=tmp_path)
+    said = (tmp_path / "plain.out").read_text()
+    assert "flexrlhf: SLURM: the job has 2 nodes and cluster.nodes 2, but this process would start" in said, said
+
+
 def test_srun_with_a_task_per_device_is_refused(slurm: Slurm, config: Path, tmp_path: Path) -> None:
     many = slurm.call("srun", "-N2", "-n4", "flexrlhf", "run", str(config), cwd=tmp_path)
     assert "flexrlhf: srun: 4 tasks on 2 nodes; a task starts all ranks of its node" in many.stderr + many.stdout
