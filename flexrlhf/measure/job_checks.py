@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexrlhf.config.job_secret import MAKE, job_secret
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.simulation.inputs import ordinary_cpu
+from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.launch.terms import COMPARED, MOST_NAMED, Sides
 from flexrlhf.measure.facts import Check, HostFacts, JobFacts, LinkFacts, Result, united
 from flexrlhf.measure.host_checks import (
@@ -18,6 +21,7 @@ from flexrlhf.measure.host_checks import (
     check_shared_memory,
 )
 from flexrlhf.placement.cluster import Cluster
+from flexrlhf.plan.node_traffic import sent_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.free_space import DiskDemand
 from flexrlhf.text import bytes_text, counted, ranks_text
@@ -51,7 +55,7 @@ def judge(plans: Sequence[Plan], job: JobFacts, failure: str = "") -> list[Check
         check_speed(plans[0].cluster, job),
         united("shared memory", map(check_shared_memory, job.hosts)),
         united("open files", (check_open_files(host, used) for host in job.hosts)),
-        check_links(plans[0].cluster, job),
+        check_links(plans, job),
     ]
 
 
@@ -166,8 +170,8 @@ def check_speed(cluster: Cluster, job: JobFacts) -> Check:
     return Check(name, "warning", text, advice)
 
 
-def check_links(cluster: Cluster, job: JobFacts) -> Check:
-    """Check measured bandwidths against those that the plan counts on."""
+def check_links(plans: Sequence[Plan], job: JobFacts) -> Check:
+    """Check measured bandwidths against those that the plans count on, and against the bytes of their steps."""
     name = "links"
     if job.links is None:
         return Check(name, "skipped", _NOT_REACHED)
@@ -175,14 +179,15 @@ def check_links(cluster: Cluster, job: JobFacts) -> Check:
         return Check(name, "ok", "one rank")
     within = [link for link in job.links if link.ends[0] == link.ends[1]]
     across = [link for link in job.links if link.ends[0] != link.ends[1]]
-    lines = [_slowest(cluster, job, links) for links in (within, across) if links]
-    worst: Result = "warning" if any(result == "warning" for result, _ in lines) else "ok"
-    advice = "check cables, drivers and interfaces, or correct link_gb_s and network_gb_s in cluster.nodes"
-    return Check(name, worst, "; ".join(seen for _, seen in lines), advice if worst == "warning" else "")
+    lines = [_slowest(plans[0].cluster, job, links) for links in (within, across) if links]
+    if across:
+        slowest = min(link.gb_s for link in across)
+        lines += [line for plan in plans if (line := _step_over(plan, slowest, job.hosts[0].device)) is not None]
+    return united(name, lines)
 
 
-def _slowest(cluster: Cluster, job: JobFacts, links: Sequence[LinkFacts]) -> tuple[Result, str]:
-    """Return the result and text of the slowest of links of one kind."""
+def _slowest(cluster: Cluster, job: JobFacts, links: Sequence[LinkFacts]) -> Check:
+    """Check the slowest of links of one kind against the bandwidth that the plan counts on."""
     link = min(links, key=lambda each: each.gb_s)
     first, second = link.ends
     planned = planned_gb_s(cluster, job, link)
@@ -190,7 +195,35 @@ def _slowest(cluster: Cluster, job: JobFacts, links: Sequence[LinkFacts]) -> tup
     where = f"within node {first}" if first == second else across
     of = "slowest " if len(links) > 1 else ""
     seen = f"{of}{where} {link.gb_s:.3g} GB/s, {'no planned figure' if planned is None else f'planned {planned:g}'}"
-    return ("warning" if planned is not None and link.gb_s < LEAST_LINK_SHARE * planned else "ok"), seen
+    if planned is None or link.gb_s >= LEAST_LINK_SHARE * planned:
+        return Check("links", "ok", seen)
+    advice = "check cables, drivers and interfaces, or correct link_gb_s and network_gb_s in cluster.nodes"
+    return Check("links", "warning", seen, advice)
+
+
+def _step_over(plan: Plan, gb_s: float, device: str) -> Check | None:
+    """Check the time that the bytes of a step need over the slowest link between machines; None if there are none."""
+    most = max((each.rows + each.weights + each.gradients for each in sent_bytes(plan).values()), default=0.0)
+    if not most:
+        return None
+    seconds, step = most / (1e9 * gb_s), _predicted_step(plan, device)
+    seen = f"the {bytes_text(round(most))} that a node sends in a step of {plan.spec.name} take {seconds:.3g} s"
+    if step is None or seconds <= step:
+        return Check("links", "ok", seen)
+    advice = "set network_gb_s in cluster.nodes to the measured figure, and let `flexrlhf advise` find a placement"
+    return Check("links", "warning", f"{seen}, and its predicted step {step:.3g} s", advice)
+
+
+def _predicted_step(plan: Plan, device: str) -> float | None:
+    """Return the time of a step by figures or measurements, on CPUs by those of an ordinary one; None without any."""
+    try:
+        return simulate(plan).seconds
+    except UserError:
+        pass
+    try:
+        return simulate(plan, ordinary_cpu(plan.spec).costs).seconds if device == "cpu" else None
+    except UserError:
+        return None
 
 
 def planned_gb_s(cluster: Cluster, job: JobFacts, link: LinkFacts) -> float | None:

@@ -41,6 +41,7 @@ from flexrlhf.measure.host_checks import check_devices
 from flexrlhf.measure.job_checks import judge
 from flexrlhf.measure.network import partner_of, rounds_of_pairs
 from flexrlhf.memory.transfer_bytes import saved_bytes
+from flexrlhf.plan.node_traffic import sent_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import needed_extras, needed_libraries
 from flexrlhf.runs.free_space import check_free_space, disk_demands, planned_disk, present_directory
@@ -228,6 +229,17 @@ def test_equal_files_and_settings_travel_once(plan: Plan) -> None:
 def test_what_all_machines_measure(plan: Plan, changes: dict[str, Any], name: str, result: str, words: str) -> None:
     check = named(plan, job(plan, *on_gpus(plan), **changes), name)
     assert check.result == result and words in check.seen, check
+
+
+def test_a_link_that_takes_longer_than_a_step_is_a_warning() -> None:
+    """Of CPU ranks no bandwidth is planned, but the bytes of their steps are known."""
+    nodes = "cluster={nodes: [{count: 2, devices: 1}], device: cpu}"
+    on_cpus = plan_of("[1,1,0.5,0.5]", 2, nodes)
+    sent = max(each.rows + each.weights + each.gradients for each in sent_bytes(on_cpus).values())
+    for gb_s, result in ((10.0, "ok"), (1e-5, "warning")):
+        check = named(on_cpus, job(on_cpus, links=(LinkFacts((0, 1), 1, gb_s),)), "links")
+        assert check.result == result and f" in a step of test take {sent / gb_s / 1e9:.3g} s" in check.seen, check
+    assert ", and its predicted step " in check.seen and check.advice.startswith("set network_gb_s")
 
 
 def test_a_failure_of_the_ranks_is_a_line(plan: Plan) -> None:
