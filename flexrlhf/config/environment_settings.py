@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from flexrlhf.config.placement_settings import Ranks
+from flexrlhf.config.secrets import hidden
 from flexrlhf.config.strict_model import LEAST_SECONDS, StrictModel
-from flexrlhf.config.user_paths import UserPath
+from flexrlhf.config.user_paths import UserPath, user_path
 from flexrlhf.errors import nearest, shown
+
+_SERVER = "openenv:"
+
+
+def _environment_path(path: str) -> str:
+    """Return ``path``, of which the address of a server is no path."""
+    return path if path.startswith(_SERVER) else user_path(path)
 
 
 class EnvironmentSpec(StrictModel):
@@ -21,7 +29,7 @@ class EnvironmentSpec(StrictModel):
     ``data.max_response_tokens``, replies included.
     """
 
-    path: UserPath | None = Field(
+    path: Annotated[str, AfterValidator(_environment_path)] | None = Field(
         None,
         description="path/to/file.py:Name or module:Name of a class with reset and step; verifiers:NAME, openenv:URL, "
         "reasoning-gym:TASK or gymnasium:ID; null: tools alone",
@@ -29,7 +37,10 @@ class EnvironmentSpec(StrictModel):
     tools: tuple[UserPath, ...] = Field(
         (), description="functions that the policy may call, path/to/file.py:name or module:name"
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the class, by name")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="arguments of the class, by name; ${NAME} is an environment variable's value, here and in path",
+    )
     max_turns: int = Field(8, ge=1, le=1024, description="turns of the policy in an episode")
     turn_tokens: int | None = Field(None, ge=1, description="tokens that a turn may have; null: what is left")
     tool_format: str = Field(
@@ -77,7 +88,9 @@ class EnvironmentSpec(StrictModel):
         if self.path is None and not self.tools:
             raise ValueError("path or tools: missing; give a class, a package's environment, or functions")
         if self.path is None and self.options:
-            raise ValueError(f"options are of the class in path, found {shown(self.options)} and no path; remove them")
+            raise ValueError(
+                f"options are of the class in path, found {shown(hidden(self.options))} and no path; remove them"
+            )
         return self
 
     @model_validator(mode="after")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from flexrlhf.config.secrets import has_port
+from flexrlhf.config.secrets import has_port, without_secrets
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import shown
@@ -43,7 +42,7 @@ class MlflowSpec(StrictModel):
     @field_validator("tracking_uri")
     @classmethod
     def _has_no_secret(cls, value: str | None) -> str | None:
-        if value is not None and "@" in urlsplit(value).netloc:
+        if value is not None and ("@" in value.partition("://")[2] or without_secrets(value) != value):
             raise ValueError(
                 "tracking_uri: a user or password in an address would be written to config.yaml; set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment"

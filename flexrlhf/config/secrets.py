@@ -6,6 +6,7 @@ as job files of other systems, secrets are recognised by the names of their sett
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -21,7 +22,14 @@ _SECRET_NAME = re.compile(
 _SECRET_VALUE = re.compile(r"\s*(bearer|basic|token)\s", re.IGNORECASE)
 _NAMED = rf"[\w.+-]*:?(?:{_REFERENCE.pattern.replace('(', '(?:')})+@"
 """User of an address whose password is an environment variable."""
+_TOKEN = re.compile(
+    r"(?<![\w-])(?:sk-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[a-z]-[\w-]{10,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|nvapi-[\w-]{16,}|gsk_\w{16,}|r8_\w{16,}|wandb_v1_\w{16,}"
+    r"|eyJ[\w-]{10,}\.[\w.-]+)"
+)
+"""Keys of services by their form."""
 _IN_TEXT = (
+    (_TOKEN, "***"),
     # user and password of an address, with few slashes or none before them, and with blanks and slashes in them
     (re.compile(rf"(?<!\w)(\w++:/++)(?!{_NAMED})(?:\S*|[^\s/@:}}'\"]*:(?:(?!://)[^\n@])*)@"), r"\1***@"),
     (re.compile(rf"(?<![\w.+-])(?!{_NAMED})[\w.+-]++:(?!/)[^\s@:]+@(?=[\w\[])"), "***@"),
@@ -34,6 +42,8 @@ _IN_TEXT = (
 """Places of secrets in a text, and what is shown in their stead."""
 HIDDEN = "***"
 """In the place of a secret."""
+LEAST_DIGITS = 4
+"""Digits of a number that may be a password."""
 _ALONE = re.compile(
     r"pass(w|phrase)\w*|pwd|secrets?|credentials?|authorization|auth|cookie|bearer|webhook|dsn|pat|"
     r"(api|wandb|access|private|openai)key|(hf|hub|api|auth|access|wandb|git\w*)token"
@@ -50,12 +60,6 @@ _OF_TEXTS = re.compile(
     r"response|reward|sep|special|start|step|stop|text|think|tool|unk|video|audio|vocab"
 )
 """Words in front of ``token`` that make it one of a vocabulary."""
-_TOKEN = re.compile(
-    r"(?<![\w-])(?:sk-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|xox[a-z]-[\w-]{10,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|nvapi-[\w-]{16,}|gsk_\w{16,}|r8_\w{16,}|wandb_v1_\w{16,}"
-    r"|eyJ[\w-]{10,}\.[\w.-]+)"
-)
-"""Keys of services by their form."""
 _HEX = re.compile(r"(?<![\w/])[0-9a-f]{40}(?![\w/])")
 """A key of Weights & Biases, which has the form of a commit; parts of paths are no keys."""
 _AUTHORIZED = re.compile(r"\b(Bearer|bearer|Basic)\s+[\w.~+/=-]{6,}")
@@ -77,6 +81,15 @@ def check_header(name: str, value: str) -> None:
 
 def check_url(url: str) -> None:
     """Raise ValueError for an address with a user, a password or a key that is no environment variable."""
+    if _secrets_in(url):
+        raise ValueError(
+            "url: a password or key in an address would be written to config.yaml; put it into an environment "
+            "variable and give its name, such as http://user:${REWARD_PASSWORD}@host/score"
+        )
+
+
+def _secrets_in(url: str) -> list[str]:
+    """Return the users, passwords and keys of an address that are no environment variables."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -84,12 +97,52 @@ def check_url(url: str) -> None:
         parts = SplitResult("", url.partition("://")[2], "", "", "")
     user = parts.netloc.rpartition("@")[0]
     keys = [value for key, value in parse_qsl(parts.query) if _SECRET_NAME.search(key)]
-    for secret in [user.partition(":")[2] or user, *keys]:
-        if secret and not re.fullmatch(f"(?:{_REFERENCE.pattern})+", secret):
-            raise ValueError(
-                "url: a password or key in an address would be written to config.yaml; put it into an environment "
-                "variable and give its name, such as http://user:${REWARD_PASSWORD}@host/score"
-            )
+    secrets = [user.partition(":")[2] or user, *keys]
+    return [each for each in secrets if each and not re.fullmatch(f"(?:{_REFERENCE.pattern})+", each)]
+
+
+_FREE = re.compile(r"environment\.(options|path)|algorithm\.settings|rollout\.config|models\.\w+\.config")
+"""Settings whose values other code reads, or other programs: any of them may be a secret."""
+_OWN_CHECKS = ("reward", "cost")
+_ADDRESS = re.compile(r"\w+://\S+")
+
+
+def check_settings(setting: Any, key: str = "", name: str = "", is_free: bool = False) -> None:
+    """Raise ValueError for a secret in a setting, or below it, that is no environment variable.
+
+    It is recognised by the name of its setting, in an address, or by its own form.
+
+    key:      of the setting, with dots
+    name:     of the innermost mapping's key
+    is_free:  whether it is read by other code
+    """
+    if isinstance(setting, dict):
+        for own, each in setting.items():
+            below = f"{key}.{own}" if key else str(own)
+            if key or own not in _OWN_CHECKS:
+                check_settings(each, below, str(own), is_free or _FREE.fullmatch(below) is not None)
+    elif isinstance(setting, list | tuple):
+        for number, each in enumerate(setting):
+            check_settings(each, f"{key}.{number}", name, is_free)
+    elif _is_literal(setting, name, is_free):
+        raise ValueError(
+            f"{key}: a secret would be written to config.yaml; put it into an environment variable and give its name, "
+            f"such as ${{API_KEY}}"
+        )
+
+
+def _is_literal(value: Any, name: str, is_free: bool) -> bool:
+    """Whether a value is a secret itself, rather than the name of a variable."""
+    text = str(value)
+    if isinstance(value, str) and any(_TOKEN.fullmatch(word) for word in text.split()):
+        return True
+    if not is_free or isinstance(value, bool) or value is None:
+        return False
+    if isinstance(value, str) and any(map(_secrets_in, _ADDRESS.findall(text))):
+        return True
+    is_counted = not isinstance(value, str) and len(text) < LEAST_DIGITS
+    is_named = name.lower() != "key" and is_secret_name(name) and not (isinstance(value, str) and _names_nothing(value))
+    return is_named and not is_counted and not _REFERENCE.search(text)
 
 
 def has_port(address: str) -> bool:
@@ -113,6 +166,20 @@ def expanded_url(url: str, key: str) -> str:
     return _REFERENCE.sub(lambda match: quote(_value(match, key), safe=":"), url)
 
 
+def expanded_setting(setting: Any, key: str) -> Any:
+    """Return a setting of any form with the values of the variables that it names. Raises UserError as ``expanded``."""
+    if isinstance(setting, dict):
+        return {name: expanded_setting(each, f"{key}.{name}") for name, each in setting.items()}
+    if isinstance(setting, list | tuple):
+        return [expanded_setting(each, f"{key}.{number}") for number, each in enumerate(setting)]
+    return expanded(setting, key) if isinstance(setting, str) else setting
+
+
+def has_references(setting: Any) -> bool:
+    """Whether a setting of any form names variables."""
+    return _REFERENCE.search(json.dumps(setting, default=str)) is not None
+
+
 def masked(text: str, templates: Iterable[str]) -> str:
     """Return ``text`` with the values of the variables that ``templates`` name replaced by ``${NAME}``."""
     for name in {match[1] for template in templates for match in _REFERENCE.finditer(template)}:
@@ -134,6 +201,11 @@ def without_secrets(setting: Any) -> Any:
         pairs = setting.items()
         return {without_secrets(key): "***" if key == "headers" else without_secrets(each) for key, each in pairs}
     return setting
+
+
+def shown_override(override: str) -> str:
+    """Return ``key=value`` of a command line as messages may show it."""
+    return str(without_secrets(_without_pairs(override)))
 
 
 def is_secret_name(name: str) -> bool:

@@ -21,6 +21,7 @@ from flexrlhf.config.placement_settings import ClusterSpec, EnvironmentPlacement
 from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.ratio_vector import Exact, read_vector, vector_schema
 from flexrlhf.config.reward_sources import Sources
+from flexrlhf.config.secrets import check_settings
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import either, shown
@@ -315,6 +316,12 @@ class Spec(StrictModel):
             raise ValueError(
                 f"placement: expected a vector such as [1,1,0.5,0.5], a mapping or auto, found {shown(placement)}"
             )
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _secrets_are_variables(cls, value: Any) -> Any:
+        check_settings(value)
         return value
 
     @model_validator(mode="before")

@@ -21,7 +21,7 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.presets.filling import trained_roles
 from flexrlhf.config.ratio_vector import RATIO_FORM
 from flexrlhf.config.reward_sources import KINDS
-from flexrlhf.config.secrets import without_secrets
+from flexrlhf.config.secrets import hidden, shown_override, without_secrets
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import in_home, instead_of, is_yaml
@@ -126,8 +126,9 @@ def check_scopes(overrides: Sequence[str], names: Sequence[str]) -> None:
     for override in overrides:
         scope, _ = split_scope(override)
         if scope is not None and scope not in names:
+            known = f"there are {', '.join(names)}"
             raise UserError(
-                f"--set {override}: no run is named {scope!r}{nearest(scope, names)}; there are {', '.join(names)}"
+                f"--set {shown_override(override)}: no run is named {scope!r}{nearest(scope, names)}; {known}"
             )
 
 
@@ -177,26 +178,27 @@ def _written_in(problem: str, applied: Sequence[tuple[str, str]]) -> str | None:
         is_below = f"{where}.".startswith(f"{key}.") or (unknown is not None and key.startswith(f"{where}."))
         is_named = parent == where and re.search(rf"\b{re.escape(last)}\b", message) is not None
         if key not in HAVE_OPTIONS and (is_below or is_named):
-            return f"--set {override}"
+            return f"--set {shown_override(override)}"
     return None
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
     """Set ``a.b.c=value`` in a nested mapping; the value is read as YAML."""
     key, equals, text = override.partition("=")
+    written = f"--set {shown_override(override)}"
     if not equals or not key:
-        raise UserError(f"--set {override}: expected key=value")
+        raise UserError(f"{written}: expected key=value")
     *parents, last = key.split(".")
     node = raw
     for parent in parents:
         child = node.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise UserError(f"--set {override}: {parent} is {shown(child)}, not a mapping")
+            raise UserError(f"{written}: {parent} is {shown(hidden(child, parent))}, not a mapping")
         node = child
     try:
         node[last] = read_yaml(text)
     except yaml.YAMLError as error:
-        raise UserError(f"--set {override}: the value is not YAML: {explain(error)}") from None
+        raise UserError(f"{written}: the value is not YAML: {explain(error)}") from None
 
 
 def dump_spec(spec: Spec, short: bool = False) -> str:
@@ -286,7 +288,12 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
 def plain_problem(problem: ErrorDetails) -> str:
     """Return the expected value and the one found, in the words of a YAML file."""
     shows_value = problem["type"] not in {"value_error", "missing"} and "headers" not in problem["loc"]
-    return _plain(problem) + (f", found {shown(without_secrets(problem['input']))}" if shows_value else "")
+    return _plain(problem) + (f", found {shown(_found(problem))}" if shows_value else "")
+
+
+def _found(problem: ErrorDetails) -> Any:
+    """Return the value of a problem without secrets."""
+    return without_secrets(hidden(problem["input"], str(problem["loc"][-1]) if problem["loc"] else ""))
 
 
 def _plain(problem: ErrorDetails) -> str:

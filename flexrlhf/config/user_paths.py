@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+from flexrlhf.config.secrets import without_secrets
 from flexrlhf.errors import UserError, near_name, shown, some_of
 
 
@@ -18,14 +19,17 @@ def in_home(path: str) -> str:
     return os.path.expanduser(path)
 
 
-def _user_path(path: str) -> str:
-    """Return ``path`` as ``in_home`` does. Raises ValueError for an empty one, which would be the current directory."""
+def user_path(path: str) -> str:
+    """Return ``path`` as ``in_home`` does. Raises ValueError for an empty one, which would be the current directory,
+    and for an address."""
     if not path.strip():
         raise ValueError(f"expected a path or a name, found {shown(path)}")
+    if "://" in path:
+        raise ValueError(f"expected a path or a name, found an address, {shown(without_secrets(path))}; download it")
     return in_home(path)
 
 
-UserPath = Annotated[str, AfterValidator(_user_path)]
+UserPath = Annotated[str, AfterValidator(user_path)]
 """A file or directory on the machine that reads the YAML, or a name on the Hub, which has no ``~``."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from typing import Any
 
+from flexrlhf.config.secrets import has_references
 from flexrlhf.environments.sources import load_environment, package_of
 from flexrlhf.environments.tool_runs import has_steps, parameters_of
 from flexrlhf.user_code.call_failures import BadReply, Caught
@@ -34,7 +35,7 @@ def class_facts(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
             check(kind, path, options)
         if checking.failure is not None:
             return {"problem": (setting, checking.failure.text)}
-    if (package_of(path) or ("", ""))[0] in PROBED:
+    if (package_of(path) or ("", ""))[0] in PROBED and not has_references(options):
         with Caught("make", "raised") as making:
             make(**options).close()
         if making.failure is not None:

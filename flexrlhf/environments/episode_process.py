@@ -31,6 +31,7 @@ from pathlib import Path
 from threading import Lock
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.config.secrets import masked
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.process_limits import ProcessLimits, begin_limited
 from flexrlhf.environments.sessions import BLOCKED, EnvStep, Setup, children, is_stale, load, run_steps, waiting_limit
@@ -183,9 +184,9 @@ class EpisodeProcess:
             self._end()
             if error.failure.kind == "load timeout":
                 self._load_failure = error.failure
-            return replace(error.failure, text=f"{self._name}: {error.failure.text}")
+            return replace(error.failure, text=f"{self._name}: {self._masked(error.failure.text)}")
         if isinstance(found, CallFailure):
-            return CallFailure(f"load {found.kind}", f"{self._name}: could not be loaded: {found.text}")
+            return CallFailure(f"load {found.kind}", f"{self._name}: could not be loaded: {self._masked(found.text)}")
         self.is_async = found
         return None
 
@@ -195,7 +196,11 @@ class EpisodeProcess:
             return None
         step, row = call.key
         part = f"turn {turn}" if turn else "reset"
-        return replace(failure, text=f"{self._name}: step {step}, row {row}, {part}: {failure.text}")
+        return replace(failure, text=f"{self._name}: step {step}, row {row}, {part}: {self._masked(failure.text)}")
+
+    def _masked(self, text: str) -> str:
+        """Return a text without the values of environment variables that the settings name."""
+        return masked(text, (self._setup.options, self._setup.path or ""))
 
     def _started(self) -> Worker:
         if self._worker is None:

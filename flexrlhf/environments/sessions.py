@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from inspect import iscoroutinefunction
 from typing import Any, TypeVar
 
+from flexrlhf.config.secrets import expanded_setting
 from flexrlhf.environments.base import EpisodeReply
 from flexrlhf.environments.episode import Episode
 from flexrlhf.environments.sources import load_environment
@@ -250,7 +251,7 @@ def _factory(setup: Setup) -> tuple[Callable[[], Episode], bool]:
     """Return a function that makes an episode, and whether any of its parts is ``async``."""
     kind, make_environment = (None, None) if setup.path is None else load_environment(setup.path)
     tools = load_tools(setup.tools)
-    options = json.loads(setup.options)
+    options = expanded_setting(json.loads(setup.options), "environment.options")
     parts = [*tools.values(), *(getattr(kind, name) for name in dir(kind) if not name.startswith("_"))]
 
     def make() -> Episode:

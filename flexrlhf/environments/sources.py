@@ -6,10 +6,16 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from flexrlhf.config.code_loading import load_function
+from flexrlhf.config.proxies import proxy_of
+from flexrlhf.config.secrets import expanded_setting, expanded_url, has_port
 from flexrlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from flexrlhf.config.environment_settings import EnvironmentSpec
 
 PACKAGES = {
     "gymnasium": ("gymnasium", "gymnasium_text", "GymnasiumText"),
@@ -39,13 +45,26 @@ def check_package(path: str | None) -> None:
         )
 
 
+def check_variables(settings: EnvironmentSpec) -> None:
+    """Raise UserError for an environment variable that this machine lacks, and a server that it could not call."""
+    expanded_setting(settings.options, "environment.options")
+    prefix, name = package_of(settings.path or "") or ("", "")
+    if prefix == "openenv":
+        address = expanded_url(name, "environment.path")
+        if not (has_port(address) and urlsplit(address).hostname):
+            raise UserError(
+                f"environment.path: expected an address such as openenv:http://localhost:8000, found {settings.path!r}"
+            )
+        proxy_of(address)
+
+
 def load_environment(path: str) -> tuple[type, Callable[..., Any]]:
     """Return the class of ``path``, and a function that makes an object, which runs one episode.
 
     Raises TypeError for another thing than a class.
     """
     if found := package_of(path):
-        prefix, name = found
+        prefix, name = found[0], expanded_url(found[1], "environment.path")
         package, module, kind_name = PACKAGES[prefix]
         # now, as loading may take longer than a turn
         importlib.import_module(package)

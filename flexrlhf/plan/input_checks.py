@@ -13,7 +13,7 @@ from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.files import is_present
 from flexrlhf.data.text_example import TextExample
 from flexrlhf.data.text_rows import read_texts
-from flexrlhf.environments.sources import check_package
+from flexrlhf.environments.sources import check_package, check_variables
 from flexrlhf.environments.tool_schemas import check_class, has_code
 from flexrlhf.errors import UserError, nearest, one_line, shown, some_of
 from flexrlhf.plan.algorithm_graph import heads_of
@@ -87,7 +87,9 @@ def check_inputs(plans: Sequence[Plan], is_run: bool = False) -> None:
         if is_run:
             check_packages(plan.placement)
             check_run_engines(plan.placement, plan.shapes)
-            check_package(None if plan.spec.environment is None else plan.spec.environment.path)
+            if plan.spec.environment is not None:
+                check_package(plan.spec.environment.path)
+                check_variables(plan.spec.environment)
         for name, sources in sections.items():
             (check_sources if is_run else check_forms)(sources, name)
         has_functions = is_run or all([check_present_functions(sources, name) for name, sources in sections.items()])

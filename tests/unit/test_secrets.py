@@ -16,9 +16,13 @@ from small_runs import PPO
 from typer.testing import CliRunner
 
 from flexrlhf.cli.app import app
+from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.config.secrets import hidden, without_secrets
 from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.environments.base import EpisodeCall
+from flexrlhf.environments.episode_process import make_process
+from flexrlhf.environments.sources import check_variables
 from flexrlhf.errors import UserError
 from flexrlhf.rewards.base import Sample
 from flexrlhf.rewards.checks import check_sources
@@ -213,3 +217,89 @@ def test_what_others_have_written_is_shown_without_secrets(name: str, value: str
 )
 def test_words_that_only_look_like_secrets_are_shown(name: str, value: str) -> None:
     assert hidden(value, name) == value
+
+
+KEY = "sk-Abc0123s3cr456789xyz"
+ENVIRONMENT = {"path": "own.py:Env"}
+FREE_LITERALS: list[dict[str, Any]] = [
+    {"environment": ENVIRONMENT | {"options": {"api_key": "s3cr"}}},
+    {"environment": ENVIRONMENT | {"options": {"judges": [{"password": "s3cr"}]}}},
+    {"environment": ENVIRONMENT | {"options": {"headers": {"Authorization": "Bearer s3cr"}}}},
+    {"environment": ENVIRONMENT | {"options": {"names": ["a", KEY]}}},
+    {"environment": ENVIRONMENT | {"options": {"url": "http://me:s3cr@a"}}},
+    {"environment": {"path": "openenv:http://me:s3cr@a:1"}},
+    {"environment": {"path": "openenv:http://a:1?token=s3cr"}},
+    {"rollout": {"config": {"hf_token": "s3cr"}}},
+    {"loggers": [{"name": "wandb", "entity": KEY}]},
+]
+
+
+@pytest.mark.parametrize("section", FREE_LITERALS, ids=str)
+def test_a_secret_for_other_code_is_refused_with_the_form_that_works(section: dict[str, Any]) -> None:
+    with pytest.raises(
+        UserError, match=r"a secret would be written to config.yaml; .*, such as \$\{API_KEY\}"
+    ) as error:
+        parse_spec(PPO | section)
+    assert "s3cr" not in str(error.value)
+
+
+ADDRESSES: list[dict[str, Any]] = [
+    {"data": {"path": "https://me:s3cr@a/x.jsonl"}},
+    {"data": {"sources": [{"path": "s3://me:s3cr@bucket/x.jsonl"}]}},
+    {"data": {"path": "a.jsonl", "tokenizer": "https://me:s3cr@a/x"}},
+    {"eval": {"path": "https://a/x.jsonl?token=s3cr"}},
+    {"models": {"actor": {"path": "https://me:s3cr@a/x"}}},
+    {"environment": {"path": "https://a/x.py:Env"}},
+]
+
+
+@pytest.mark.parametrize("section", ADDRESSES, ids=str)
+def test_an_address_is_no_file_or_model(section: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="expected a path or a name, found an address, .*; download it") as error:
+        parse_spec(PPO | section)
+    assert "s3cr" not in str(error.value)
+
+
+UNKNOWN = [
+    "api_key=s3cr",
+    "wandb.key=s3cr",
+    "loggers=[{name: wandb, api_key: s3cr}]",
+    "loggers=[{name: wandb, api_key: s3cr}",
+    "steps.api_key=s3cr",
+    "nobody:hub_token=s3cr",
+    f"notes {KEY}",
+    f"steps=[{KEY}]",
+]
+
+
+@pytest.mark.parametrize("option", UNKNOWN)
+def test_a_refusal_shows_no_secret_under_an_unknown_key(option: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(PPO))
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml"), "--set", option])
+    assert result.exit_code == 2 and "s3cr" not in result.output and "***" in result.output, result.output
+
+
+def test_options_that_are_no_secrets_are_taken() -> None:
+    options = {"stop_token": "</answer>", "tokenizer": "Qwen", "author": "me", "key": "answer", "sort_key": "x"}
+    numbers = {"max_tokens": 5, "num_tokens": "7", "auth": False, "session_tokens": 12, "secret": None}
+    section = {"environment": ENVIRONMENT | {"options": options | numbers | {"url": "http://me:${NAME}@a"}}}
+    environment = parse_spec(PPO | section).environment
+    assert environment is not None and environment.options == section["environment"]["options"]
+
+
+def test_an_episode_reads_variables_and_its_failures_have_their_names(tmp_path: Path, token: str) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Env:\n    def __init__(self, key, keys):\n        self._found = key + keys[0]['x']\n"
+        "    def reset(self, row, seed):\n        return self._found\n"
+        "    def step(self, reply):\n        raise ValueError(self._found)\n"
+    )
+    settings = EnvironmentSpec(path=f"{tmp_path}/own.py:Env", options={"key": token, "keys": [{"x": f"<{token}>"}]})
+    check_variables(settings)
+    process = make_process(settings)
+    calls = [EpisodeCall((0, 0), {}, 1, turns) for turns in ((), ("a",))]
+    first, second = [process.replies([call], Deadline.after(60))[0] for call in calls]
+    process.close()
+    assert first.messages[0][1] == f"{SECRET}<{SECRET}>"
+    assert second.failure is not None and f"raised ValueError: {token}<{token}>" in second.failure.text
+    with pytest.raises(UserError, match="environment.options.keys.0.x: the environment has no NOWHERE; export it"):
+        check_variables(EnvironmentSpec(path="own.py:Env", options={"keys": [{"x": "${NOWHERE}"}]}))
