@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,7 +74,7 @@ def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]
 
 
 def check_loggers(spec: Spec) -> None:
-    """Raise UserError for a logger whose library is not installed."""
+    """Raise UserError for a logger whose library is not installed, or that could not begin on this machine."""
     for logger in spec.loggers:
         for module in MODULES[logger.name]:
             if find_spec(module) is None:
@@ -81,3 +82,4 @@ def check_loggers(spec: Spec) -> None:
                     f"loggers: {logger.name} needs the package {module}, which is not installed; "
                     f"pip install 'flexrlhf[{logger.name}]'"
                 )
+        import_module(f"flexrlhf.loggers.{logger.name}").check(logger)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from flexrlhf.config.output_settings import MlflowSpec
+from flexrlhf.config.proxies import proxy_of
+from flexrlhf.config.secrets import has_port, without_secrets
+from flexrlhf.errors import UserError
 from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
 
+HINT = "correct tracking_uri, or start its server"
+PORTS = {"http": 80, "https": 443}
+CONNECT_SECONDS = 10.0
 LONGEST_PARAMETER = 500
 MOST_PARAMETERS = 100
 """Of one request, as MLflow limits them."""
@@ -22,6 +30,28 @@ def errors() -> tuple[type[Exception], ...]:
     from mlflow.exceptions import MlflowException
 
     return (MlflowException, OSError)
+
+
+def check(spec: MlflowSpec) -> None:
+    """Raise UserError for a server at which nothing listens, unless a proxy hides it."""
+    uri = _uri(spec) or ""
+    if not uri.startswith(("http://", "https://")):
+        return
+    parts, problem = urlsplit(uri), "it is no address"
+    if has_port(uri) and parts.hostname:
+        if proxy_of(uri) is not None:
+            return
+        try:
+            socket.create_connection((parts.hostname, parts.port or PORTS[parts.scheme]), CONNECT_SECONDS).close()
+            return
+        except OSError as error:
+            problem = error.strerror or str(error)
+    raise UserError(f"loggers: mlflow cannot begin ({without_secrets(uri)}: {problem}); {HINT}")
+
+
+def _uri(spec: MlflowSpec) -> str | None:
+    """Return the server or database that is written, or that the environment names."""
+    return spec.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
 
 
 class MlflowLogger:
@@ -36,7 +66,7 @@ class MlflowLogger:
         logging.getLogger("alembic").setLevel(logging.WARNING)
 
         self.errors = errors()
-        uri = spec.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = _uri(spec)
         local = Path(run.spec.runs).resolve()
         self._client: Any = MlflowClient(uri or f"sqlite:///{local / 'mlflow.db'}")
         if run.identifier is None:

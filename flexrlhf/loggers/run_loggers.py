@@ -26,11 +26,6 @@ CLASSES = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow":
 """Class of each logger, in the file of its name."""
 FILES = ("config.yaml", "plan.txt", "metrics.jsonl", "samples.jsonl", "timeline.json")
 """Files of a run that become artifacts."""
-HINTS = {
-    "wandb": "set WANDB_API_KEY, or mode: offline",
-    "mlflow": "correct tracking_uri, or start its server",
-    "tensorboard": "make its directory writable",
-}
 FILE = "loggers.json"
 
 
@@ -148,7 +143,7 @@ def _open(logger: LoggerSpec, spec: Spec, directory: Path, state: LoggerState | 
     try:
         opened: RunLogger = getattr(module, CLASSES[logger.name])(logger, run)
     except module.errors() as error:
-        raise UserError(f"loggers: {logger.name} cannot begin ({_problem(error)}); {HINTS[logger.name]}") from None
+        raise UserError(f"loggers: {logger.name} cannot begin ({_problem(error)}); {module.HINT}") from None
     return _Attached(logger.name, spec.name, opened, 0 if state is None else state.next_step)
 
 

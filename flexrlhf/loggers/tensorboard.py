@@ -10,11 +10,16 @@ from flexrlhf.config.output_settings import TensorBoardSpec
 from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
 
 FOLDER = "tensorboard"
+HINT = "make its directory writable"
 
 
 def errors() -> tuple[type[Exception], ...]:
     """Return the exceptions by which calls of the library may fail."""
     return (OSError,)
+
+
+def check(_: TensorBoardSpec) -> None:
+    """Do nothing: files in the run's directory need nothing else."""
 
 
 class TensorBoardLogger:

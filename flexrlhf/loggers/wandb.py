@@ -8,7 +8,11 @@ from typing import Any
 from uuid import uuid4
 
 from flexrlhf.config.output_settings import WandbSpec
+from flexrlhf.config.secrets import without_secrets
+from flexrlhf.errors import UserError
 from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
+
+HINT = "set WANDB_API_KEY, or mode: offline"
 
 
 def errors() -> tuple[type[Exception], ...]:
@@ -16,6 +20,24 @@ def errors() -> tuple[type[Exception], ...]:
     import wandb
 
     return (wandb.Error, OSError)
+
+
+def check(spec: WandbSpec) -> None:
+    """Raise UserError without the key of an account, which is not verified here."""
+    if spec.mode == "offline":
+        return
+    import wandb
+    from wandb.sdk import wandb_setup
+    from wandb.sdk.lib.wbauth import authenticate_session
+
+    host = wandb_setup.singleton().settings.base_url
+    try:
+        found = authenticate_session(host=host, source="flexrlhf", prompt=False, update_session=False)
+        reason = "" if found else f"there is no key of an account at {host}"
+    except wandb.Error as error:
+        reason = str(error)
+    if reason:
+        raise UserError(f"loggers: wandb cannot begin ({without_secrets(reason)}); {HINT}")
 
 
 class WandbLogger:

@@ -138,3 +138,24 @@ def test_a_server_that_is_not_there_is_named_at_the_start(tmp_path: Path, monkey
 def test_wrong_settings_are_refused_in_one_sentence(loggers: list[Raw], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
         parse_spec({**deepcopy(PPO), "loggers": loggers})
+
+
+def test_what_a_logger_lacks_is_found_before_the_models_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    pytest.importorskip("mlflow")
+    for name in ("HOME", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    raw = {**deepcopy(PPO), "runs": str(tmp_path)}
+    online = parse_spec({**raw, "loggers": [{"name": "wandb"}]})
+    for key, reason in (("", "there is no key of an account at http"), ("short", "API key must have 40. characters")):
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        with pytest.raises(UserError, match=f"wandb cannot begin .*{reason}.*; set WANDB_API_KEY, or mode: offline"):
+            packages.check_loggers(online)
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    packages.check_loggers(online)
+    for address in ("http://127.0.0.1:9", "http://:80"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        with pytest.raises(UserError, match=f"mlflow cannot begin .{address}: .*; correct tracking_uri"):
+            packages.check_loggers(spec_with(tmp_path, "mlflow"))
