@@ -20,7 +20,7 @@ from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import fixed_inputs
 from flexrlhf.runs.manifest import MANIFEST, Manifest, Progress, checkpoints_of, first_generated, read_manifest
-from flexrlhf.runs.run_directory import read_status
+from flexrlhf.runs.run_directory import METRICS, read_status, rows_below
 from flexrlhf.text import counted
 from flexrlhf.weights.model_files import weight_files
 
@@ -160,7 +160,22 @@ def _checked(plan: Plan, every: list[Path], continues: bool, accepts: bool) -> R
             f"{plan.spec.name}: goes on from {found[0]}, the latest checkpoint with rows for the steps that follow: "
             f"the run that wrote {every[0].name} ended with it and generated none for more"
         )
+    if continues and manifest is not None:
+        notes += _missing_rows(plan, manifest.progress.next_step)
     return Resumption(plan, tuple(found), continues=continues, notes=tuple(notes))
+
+
+def _missing_rows(plan: Plan, next_step: int) -> Iterator[str]:
+    """Yield a sentence on rows of metrics before a checkpoint that nothing writes again.
+
+    A run that began in the middle of another has none before its first row.
+    """
+    file = plan.spec.directory / METRICS
+    found = rows_below(file, "step", next_step)
+    missing = sorted(set(range(min(found, default=0), next_step)) - found)
+    if missing:
+        steps = f"{counted(len(missing), 'step')} from {missing[0]} on"
+        yield f"{plan.spec.name}: {file} has no rows of {steps}, before the checkpoint"
 
 
 def _with_rows(plan: Plan, every: list[Path]) -> list[Path]:

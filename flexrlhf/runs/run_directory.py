@@ -23,7 +23,7 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.manifest import FOLDER, checkpoints_of
 
-STATUS = "status.json"
+STATUS, METRICS = "status.json", "metrics.jsonl"
 LOCK = ".lock"
 ABANDONED = ".abandoned"
 """Ends the name of a checkpoint that is newer than the one that a run went on from, or damaged, until the run has
@@ -31,6 +31,9 @@ written one as new."""
 
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """Errors of writing, which have no path where the file was open before."""
+
+
+_COPIED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,68 @@ def writing_to(directory: Path) -> Iterator[None]:
         raise RunStopped(f"{where}: cannot be written ({error.strerror or error})") from None
 
 
+class RowFile:
+    """A jsonl file of a run that this process alone appends to.
+
+    It stays open: if it is removed or replaced meanwhile, the rows so far are written again, and another file in its
+    place gets another name. Rows that are cut off are lost. All of that is printed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create nothing yet: the first row does."""
+        self._path = path
+        self._descriptor: int | None = None
+        self._size = 0
+
+    def append(self, text: str) -> None:
+        """Write ``text`` at its end."""
+        if self._descriptor is None:
+            self._descriptor = self._opened()
+        else:
+            self._descriptor = self._kept(self._descriptor)
+        self._write(self._descriptor, text.encode())
+
+    def close(self) -> None:
+        """Close it; a further row opens it again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _opened(self) -> int:
+        descriptor = os.open(str(self._path), os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._size = os.fstat(descriptor).st_size
+        return descriptor
+
+    def _kept(self, descriptor: int) -> int:
+        """Return the descriptor of the file, written again if it is no longer at its path."""
+        mine, found = os.fstat(descriptor), self._path.stat() if os.path.lexists(self._path) else None
+        if found is not None and os.path.samestat(mine, found):
+            if mine.st_size < self._size:
+                lost = self._size - mine.st_size
+                self._print(f"{lost} of its {self._size} bytes were cut off; these rows are lost")
+                self._size = mine.st_size
+            return descriptor
+        became = "removed"
+        if found is not None:
+            other = _free_name(self._path)
+            self._path.rename(other)
+            became = f"replaced by another file, now {other.name}"
+        fresh = self._opened()
+        for place in range(0, mine.st_size, _COPIED_BYTES):
+            self._write(fresh, os.pread(descriptor, _COPIED_BYTES, place))
+        os.close(descriptor)
+        self._print(f"was {became}; it is written again with the rows so far")
+        return fresh
+
+    def _write(self, descriptor: int, data: bytes) -> None:
+        self._size += len(data)
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    def _print(self, sentence: str) -> None:
+        print(f"flexrlhf: {self._path}: {sentence}", file=sys.stderr, flush=True)
+
+
 def replace_directory(fresh: Path, directory: Path) -> None:
     """Give a filled directory its final name, in the place of the one that has it."""
     old = directory.with_name(directory.name + ".old")
@@ -175,6 +240,12 @@ def trim_lines(path: Path, key: str, limit: int) -> None:
     fresh = path.with_name(path.name + ".writing")
     fresh.write_text("".join(kept))
     fresh.replace(path)
+
+
+def rows_below(path: Path, key: str, limit: int) -> set[int]:
+    """Return the values of ``key`` below ``limit`` in the rows of a jsonl file."""
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return {int(number) for line in lines if (number := _number(line, key)) < limit}
 
 
 def _number(line: str, key: str) -> float:

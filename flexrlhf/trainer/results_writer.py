@@ -19,6 +19,7 @@ from flexrlhf.metrics import Triple, add, evaluate
 from flexrlhf.operators.outcomes import CARRIED, FROZEN, IN_FLIGHT, OUTCOMES, row_metric
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.runs.flight_log import TIMELINE
+from flexrlhf.runs.run_directory import METRICS, RowFile
 from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.text import span_of
 from flexrlhf.timeline import SPANS, Timeline, saved_spans, write_trace
@@ -27,7 +28,8 @@ from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder, Steps
 from flexrlhf.trainer.reply_times import ReplyTimes
-from flexrlhf.trainer.samples import Part, append_samples, merged_samples
+from flexrlhf.trainer.samples import FILE as SAMPLES
+from flexrlhf.trainer.samples import Part, merged_samples, sample_lines
 from flexrlhf.trainer.step_rows import prompt_numbers
 from flexrlhf.trainer.step_warnings import StepWarnings
 from flexrlhf.trainer.work_time import WorkTime, time_statistics
@@ -61,6 +63,7 @@ class ResultsWriter(Observer):
         self.recorder, self.work = recorder, work
         self.next_step = start.next_step
         """The first step whose row of metrics is not written."""
+        self._files = {name: RowFile(directory / name) for name in (METRICS, ROWS, SAMPLES)}
         self._directory, self._loggers, self._send, self._start = directory, loggers, send, start
         self._prompts = prompts
         self._plan, self._world, self._store = recorder.plan, recorder.world, recorder.store
@@ -115,7 +118,7 @@ class ResultsWriter(Observer):
             self._store.delete_key(key)
         now = time.time()
         if samples := merged_samples(step, parts):
-            append_samples(self._directory, samples)
+            self._files[SAMPLES].append(sample_lines(samples))
         add(total, self._account(step, outcomes, positions))
         if self._replies is not None:
             add(total, self._replies.take(step))
@@ -123,8 +126,7 @@ class ResultsWriter(Observer):
         num_rows = sum(len(rows) for name, rows in outcomes.items() if name != CARRIED) or self._plan.batch.num_taken
         times = time_statistics(self.work.since_last(), seconds, num_rows, total)
         row = {"step": step, "seconds": seconds, **evaluate({**total, **times})}
-        with (self._directory / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({**row, **labels}) + "\n")
+        self._files[METRICS].append(json.dumps({**row, **labels}) + "\n")
         if spec.debug.record_columns:
             record_statistics(self._directory, step, total, reporters)
         self._loggers.log({**row, **labels}, samples)
@@ -138,11 +140,9 @@ class ResultsWriter(Observer):
         """Write the outcomes of the rows of ``step``, and return their statistics. A step without any is frozen."""
         rows = dict(outcomes) or {FROZEN: range(self._plan.batch.num_rows)}
         spans = {name: span_of(tuple(rows[name])) for name in (*OUTCOMES, CARRIED) if name in rows}
-        with (self._directory / ROWS).open("a") as file:
-            takes_data, none = self.recorder.steps.takes_data(step), [None] * self._plan.batch.num_prompts
-            numbers = list(self._prompts(step, positions)) if takes_data else none
-            line = {"step": step, "prompts": numbers, "outcomes": spans}
-            file.write(json.dumps(line) + "\n")
+        takes_data, none = self.recorder.steps.takes_data(step), [None] * self._plan.batch.num_prompts
+        numbers = list(self._prompts(step, positions)) if takes_data else none
+        self._files[ROWS].append(json.dumps({"step": step, "prompts": numbers, "outcomes": spans}) + "\n")
         counts = {name: len(rows[name]) for name in spans}
         counts[IN_FLIGHT] = self._in_flight(step + 1) + counts.pop(CARRIED, 0)
         return {row_metric(name): (1.0, float(count), 0.0) for name, count in counts.items()}
@@ -181,6 +181,8 @@ class ResultsWriter(Observer):
         self._store.set(f"memory/{self._world.rank}", json.dumps(memory))
         if self._world.rank == 0:
             self._write_timeline()
+            for file in self._files.values():
+                file.close()
             self._loggers.finish(is_whole=self.next_step == self._plan.spec.steps)
 
     def _write_timeline(self) -> None:

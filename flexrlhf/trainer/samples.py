@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -151,10 +150,9 @@ def merged_samples(step: int, parts: Iterable[Part]) -> list[dict[str, Any]]:
     return [{field: each[field] for field in FIELDS if field in each} for each in whole if "response" in each]
 
 
-def append_samples(directory: Path, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Append ``samples`` to the run's file, a line each."""
-    with (directory / FILE).open("a") as file:
-        file.writelines(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+def sample_lines(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Return the lines of ``samples`` in the run's file."""
+    return "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
 
 
 def _gathered(run: OperatorRun, store: RowStore, chosen: Sequence[int], columns: Sequence[str]) -> dict[str, Tensor]:

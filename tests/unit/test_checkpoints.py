@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from flexrlhf.comm.weights import cut
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.errors import UserError
+from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import fixed_inputs
 from flexrlhf.runs.manifest import (
@@ -34,6 +34,7 @@ from flexrlhf.runs.manifest import (
 )
 from flexrlhf.runs.resume import resume_runs
 from flexrlhf.runs.run_directory import (
+    RowFile,
     RunStatus,
     moved_run,
     prepare_directory,
@@ -41,6 +42,7 @@ from flexrlhf.runs.run_directory import (
     set_aside_checkpoints,
     trim_lines,
     write_status,
+    writing_to,
 )
 from flexrlhf.runs.tensor_files import Piece, PieceReader, piece_file, write_pieces
 from flexrlhf.strategies.instructions import Checkpoint, Run
@@ -110,9 +112,11 @@ def test_a_part_is_read_back_from_its_text() -> None:
 
 
 def written_checkpoint(plan: Plan, next_step: int) -> Path:
-    """A checkpoint with a file of numbers, in the directory of the run."""
+    """A checkpoint with a file of numbers, in the directory of the run, which has its rows of metrics."""
     directory = checkpoint_directory(plan.spec.directory, next_step)
     directory.mkdir(parents=True)
+    rows = [json.dumps({"step": step}) for step in range(next_step)]
+    (plan.spec.directory / "metrics.jsonl").write_text("\n".join(rows))
     entry = write_durably(directory / "actor-00000.safetensors", bytes(range(200)))
     progress = Progress(next_step, {"actor": {"updates": 4.0}}, {"actor": next_step}, {}, {}, {})
     files = {"actor-00000.safetensors": entry}
@@ -433,6 +437,46 @@ def test_rows_of_later_steps_and_a_cut_row_are_dropped(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"step": step, "kl": 0.1}) + "\n" for step in range(5)) + '{"step": 1, "k')
     trim_lines(path, "step", 3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_rows_that_are_removed_or_replaced_are_written_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    path.write_text("0\n")
+    file = RowFile(path)
+    file.append("1\n")
+    path.unlink()
+    file.append("2\n")
+    assert path.read_text() == "0\n1\n2\n"
+    assert capsys.readouterr().err == f"flexrlhf: {path}: was removed; it is written again with the rows so far\n"
+    (tmp_path / "other").write_text("mine")
+    (tmp_path / "other").rename(path)
+    file.append("3\n")
+    assert path.read_text() == "0\n1\n2\n3\n" and path.with_name("metrics.jsonl.1").read_text() == "mine"
+    assert "was replaced by another file, now metrics.jsonl.1;" in capsys.readouterr().err
+    path.write_text("0\n")
+    for row in "45":
+        file.append(f"{row}\n")
+    assert path.read_text() == "0\n4\n5\n"
+    assert capsys.readouterr().err == f"flexrlhf: {path}: 6 of its 8 bytes were cut off; these rows are lost\n"
+    path.parent.rename(tmp_path / "moved")
+    with pytest.raises(RunStopped, match=r"metrics.jsonl: cannot be written \(No such file"), writing_to(path.parent):
+        file.append("6\n")
+    file.close()
+
+
+def test_rows_that_are_missing_before_a_checkpoint_are_named(plan: Plan) -> None:
+    written_checkpoint(plan, 5)
+    file = plan.spec.directory / "metrics.jsonl"
+    file.unlink()
+    (found,) = resume_runs((plan,), "auto")
+    assert found.notes == (f"{plan.spec.name}: {file} has no rows of 5 steps from 0 on, before the checkpoint",)
+    for steps, notes in (([0, 1, 4], ["2 steps from 2 on"]), ([3, 4], []), (range(7), [])):
+        file.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+        (found,) = resume_runs((plan,), "auto")
+        assert len(found.notes) == len(notes) and all(map(str.__contains__, found.notes, notes))
 
 
 def test_checkpoints_after_the_one_gone_on_from_are_set_aside(plan: Plan) -> None:
