@@ -14,6 +14,7 @@ import typer
 from flexrlhf.cli.basis import Basis
 from flexrlhf.cli.options import ConfigOption, MeasuredIn, Overrides, Profile, RunOptions, complete_config
 from flexrlhf.cli.working import working
+from flexrlhf.config.data_settings import MOST_TOKENS
 from flexrlhf.config.engines import MODEL_ENGINES
 from flexrlhf.config.spec import MAX_LAG
 from flexrlhf.config.user_paths import check_output
@@ -43,8 +44,8 @@ Reward = Annotated[Text, typer.Option(help="reward model; default: as --critic, 
 Gpus = Annotated[Count, typer.Option(min=1, help="number of devices, eight in a node; default: 8")]
 GpuType = Annotated[Text, typer.Option(help="device class; default: A100-80G")]
 ClusterFile = Annotated[Path | None, typer.Option(help="YAML with a list of nodes, instead of --gpus")]
-PromptTokens = Annotated[Count, typer.Option(min=1, help="maximum prompt length; default: 1024")]
-ResponseTokens = Annotated[Count, typer.Option(min=1, help="maximum response length; default: 1024")]
+PromptTokens = Annotated[Count, typer.Option(min=1, max=MOST_TOKENS, help="maximum prompt length; default: 1024")]
+ResponseTokens = Annotated[Count, typer.Option(min=1, max=MOST_TOKENS, help="maximum response length; default: 1024")]
 MeanResponse = Annotated[float | None, typer.Option(min=1, help="mean response length; default: the maximum")]
 Lengths = Annotated[Text, typer.Option(metavar="WHAT", help="response lengths instead, as of `simulate`")]
 MaxLag = Annotated[

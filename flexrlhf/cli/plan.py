@@ -13,7 +13,7 @@ from flexrlhf.cli.options import ActorModelPath, ConfigOption, Configs, Force, O
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_absent_data, print_data_lines
 from flexrlhf.cli.working import working
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.config.user_paths import check_output
+from flexrlhf.config.user_paths import check_output, write_output
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import format_inspection, passes_line
@@ -65,7 +65,7 @@ def plan(runs: RunOptions, force: Force = False, html: Html = None, output: Outp
         _write_page(plans, html)
     check_memory(plans, force)
     if output is not None:
-        output.write_text(f"{WRITTEN} {plans[0].spec.name}\n{dump_spec(plans[0].spec)}")
+        write_output(output, "--output", f"{WRITTEN} {plans[0].spec.name}\n{dump_spec(plans[0].spec)}")
         typer.echo(f"written to {output}")
 
 

@@ -19,8 +19,8 @@ Lengths = Annotated[
     str | None,
     typer.Option(
         metavar="WHAT",
-        help="response lengths: a number, a file or list of them, the directory of a run, or heavy-tail:MEAN; default: "
-        "those in the data, else the maximum",
+        help="response lengths: a number, a list such as [200,300], a file with them, the directory of a run, or "
+        "heavy-tail:MEAN; default: those in the data, else the maximum",
     ),
 ]
 MeanResponse = Annotated[
@@ -45,6 +45,7 @@ WhatIf = Annotated[
 ]
 Against = Annotated[Path | None, typer.Option(help="timeline.json of a run to compare with")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the timeline as a Chrome trace")]
+DEFAULT_STEPS = 4
 Steps = Annotated[int, typer.Option(min=1, help="steps in that timeline")]
 
 
@@ -60,7 +61,7 @@ def simulate(
     from_: MeasuredIn = None,
     against: Against = None,
     output: Output = None,
-    steps: Steps = 4,
+    steps: Steps = DEFAULT_STEPS,
 ) -> None:
     """Predict the time of a step and which devices idle.
 
@@ -71,11 +72,13 @@ def simulate(
     from flexrlhf.guideline.simulation.asynchrony_text import format_asynchrony
     from flexrlhf.guideline.simulation.compare import compare, read_run
     from flexrlhf.guideline.simulation.lengths import read_lengths
-    from flexrlhf.guideline.simulation.simulate import is_simulated, simulate, write_timeline
+    from flexrlhf.guideline.simulation.simulate import check_timeline, is_simulated, simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
     from flexrlhf.guideline.simulation.what_if import what_if as find_outcomes
     from flexrlhf.guideline.simulation.what_if_text import format_what_if
 
+    if steps != DEFAULT_STEPS and output is None:
+        raise UserError(f"--steps {steps}: goes with --output, whose timeline has so many steps; give --output, too")
     if output is not None:
         check_output(output, "--output", "trace.json", is_simulated, (*runs.paths, profile, against))
     given = {"--lags": lags, "--segments": segments, "--what-if": what_if}
@@ -93,6 +96,8 @@ def simulate(
     plans = plan_runs(runs.specs())
     if len(plans) > 1 and (against or output):
         raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
+    if output is not None:
+        check_timeline(plans[0], steps)
     for plan in plans:
         source = basis.source(plan.spec)
         read = partial(read_lengths, lengths, plan, mean_response)

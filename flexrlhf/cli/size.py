@@ -12,8 +12,8 @@ import typer
 from flexrlhf.cli.advise import Engine, MeanResponse, MiniBatches, Prompts, PromptTokens, Rollout, Samples
 from flexrlhf.cli.options import Overrides
 from flexrlhf.cli.working import working
-from flexrlhf.config.user_paths import check_output, check_output_directory
-from flexrlhf.errors import UserError
+from flexrlhf.config.data_settings import MOST_TOKENS
+from flexrlhf.config.user_paths import check_output, check_output_directory, write_output
 
 if TYPE_CHECKING:
     from flexrlhf.guideline.advice.sizes import Size
@@ -31,7 +31,12 @@ GpuTypes = Annotated[
 ]
 ResponseTokens = Annotated[
     list[int] | None,
-    typer.Option("--response-tokens", min=1, help="maximum response length; repeatable; default: 1024 and 8192"),
+    typer.Option(
+        "--response-tokens",
+        min=1,
+        max=MOST_TOKENS,
+        help="maximum response length; repeatable; default: 1024 and 8192",
+    ),
 ]
 RANK = 16
 Rank = Annotated[int, typer.Option("--lora", min=1, help="rank of adapters in the rows on them")]
@@ -116,9 +121,9 @@ def size(
         _write_plans(output, sizes)
         typer.echo(f"\nwritten to {output}: flexrlhf plan {shlex.quote(str(output))}/NAME.yaml")
     if markdown is not None:
-        _write(markdown, "--markdown", text.markdown())
+        write_output(markdown, "--markdown", text.markdown())
     if html is not None:
-        _write(html, "--html", _page(text))
+        write_output(html, "--html", _page(text))
 
 
 def _command(models: Sequence[str], given: Mapping[str, Any]) -> str:
@@ -151,10 +156,3 @@ def _page(text: SizesText) -> str:
         Section("plans", "Plans on the fewest devices", tables=(Table(*long),)),
     )
     return render(Page("Devices that a model needs", (), sections, text.command))
-
-
-def _write(path: Path, option: str, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{option} {path}: cannot be written ({error.strerror})") from None

@@ -61,6 +61,10 @@ FILES = (
 )
 
 
+MOST_TOKENS = 20_000_000
+"""Longest text: more than any model has positions for."""
+
+
 def check_positive(value: Fraction) -> Fraction:
     """Return ``value``. Raises ValueError if it is not above 0."""
     if value <= 0:
@@ -102,8 +106,10 @@ class DataSpec(StrictModel):
     tokenizer: UserPath | None = Field(
         None, description="Hugging Face directory, or a name on the Hub; null: that of the first model with a path"
     )
-    max_prompt_tokens: int = Field(128, ge=1, description="longest prompt, bos included")
-    max_response_tokens: int = Field(128, ge=1, description="responses are truncated to this length, eos included")
+    max_prompt_tokens: int = Field(128, ge=1, le=MOST_TOKENS, description="longest prompt, bos included")
+    max_response_tokens: int = Field(
+        128, ge=1, le=MOST_TOKENS, description="responses are truncated to this length, eos included"
+    )
     chat: Literal["auto", "always", "never"] = Field(
         "auto", description="rows that the chat template renders: those that are chats, also text prompts, or none"
     )

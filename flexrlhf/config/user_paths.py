@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -90,6 +91,8 @@ def check_output(
         raise UserError(f"{option} {path}: cannot be written (No such file or directory: {path.parent})")
     if not os.access(nearest, os.W_OK):
         raise UserError(f"{option} {path}: no permission to write {'in ' * nearest.is_dir()}{nearest}")
+    if nearest.is_dir():
+        _try_directory(path, option, nearest)
     if path.is_file():
         _check_replaced(path, option, is_own, inputs)
 
@@ -101,7 +104,7 @@ def write_output(path: Path, option: str, text: str) -> None:
     """
     content = text.encode()
     try:
-        if path.exists() and not path.is_file():
+        if path.exists() and not (path.is_file() and os.access(path.resolve().parent, os.W_OK)):
             path.write_bytes(content)
         else:
             _replace(path.resolve(), content)
@@ -128,6 +131,15 @@ def check_output_directory(path: Path, option: str) -> None:
         raise UserError(f"{option} {path}: {nearest} is a file, not a directory")
     if not os.access(nearest, os.W_OK):
         raise UserError(f"{option} {path}: no permission to write in {nearest}")
+    _try_directory(path, option, nearest)
+
+
+def _try_directory(path: Path, option: str, directory: Path) -> None:
+    """Raise UserError for a directory that takes no file, such as one of /proc, whatever its permissions say."""
+    try:
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot be written ({error.strerror}: {directory})") from None
 
 
 def _nearest(path: Path) -> Path:

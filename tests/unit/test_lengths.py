@@ -47,7 +47,14 @@ def test_a_heavy_tail_has_its_mean_and_the_published_spread() -> None:
     assert named_lengths("heavy-tail:300", 32768, "test") == tuple(heavy_tail(300, 32768, "test"))
 
 
-@pytest.mark.parametrize("mean", ["0", "100", "nan", "few"])
+@pytest.mark.parametrize(("text", "lengths"), [("[2,4.5]", (2, 4.5)), ('[{"length": 3}]', (3,))])
+def test_a_list_is_read(text: str, lengths: tuple[float, ...]) -> None:
+    assert named_lengths(text, 10, "test") == lengths
+    with pytest.raises(UserError, match="neither JSON nor numbers"):
+        named_lengths(text[:-1], 10, "test")
+
+
+@pytest.mark.parametrize("mean", ["0", "100", "nan", "few", ""])
 def test_a_heavy_tail_without_such_a_mean_is_refused(mean: str) -> None:
     with pytest.raises(UserError, match="^--lengths heavy-tail:"):
         named_lengths(f"heavy-tail:{mean}", 100, "test")

@@ -559,6 +559,13 @@ BAD = [
     ("no numbers", (*A100, "--lengths", "words.json"), ("words.json", "expected numbers")),
     ("no timeline", (*A100, "--against", "there.json"), ("--against there.json", "no such file")),
     ("another file", (*A100, "--against", "words.json"), ("--against words.json", "not the timeline")),
+    (
+        "many steps",
+        (*A100, "--steps", "99999999", "-o", "t.json"),
+        ("--steps 99999999", "room for 1000000; use at most"),
+    ),
+    ("steps of nothing", (*A100, "--steps", "5"), ("--steps 5: goes with --output",)),
+    ("no place for files", (*A100, "-o", "/proc/trace.json"), ("--output /proc/trace.json: cannot be written",)),
     ("no directory", (*A100, "-o", "there/trace.json"), ("--output there/trace.json", "No such file")),
 ]
 

@@ -168,6 +168,9 @@ def test_the_default_changes_are_those_that_the_run_can_have(plan: Plan) -> None
         ("devices=1.5x", "devices=2x"),
         ("rollout=int4", "fp8, float32"),
         ("my.yaml", "no such change; known: rollout=..."),
+        ("reward=1e300", "from 1e-06 to 1,000,000 in seconds"),
+        ("link=1e-300", "from 1e-06 to 1,000,000 in GB/s"),
+        ("reward=5,reward=6", "reward is there twice"),
     ],
 )
 def test_a_text_that_is_no_change_is_one_sentence(plan: Plan, text: str, expected: str) -> None:

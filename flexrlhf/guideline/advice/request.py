@@ -55,15 +55,19 @@ class AdviceRequest:
     algorithm: str = "ppo"
     named: tuple[str, ...] = ()
 
-    def spec(self, overrides: tuple[str, ...] = ()) -> Spec:
-        """Return the spec. Raises UserError for unknown models and impossible sizes. ``overrides``: of ``--set``."""
+    def spec(self, overrides: tuple[str, ...] = (), command: str = "advise") -> Spec:
+        """Return the spec. Raises UserError for unknown models and impossible sizes.
+
+        overrides:  of ``--set``.
+        command:    for the sentence.
+        """
         # the roles follow from the overrides
-        graph = make_graph(self._parsed(overrides, (), (), True))
+        graph = make_graph(self._parsed(overrides, (), (), True, command))
         roles = (*graph.roles, *(role for role in self.named if role not in graph.roles))
-        return self._parsed(overrides, roles, graph.trained, graph.generated is not None)
+        return self._parsed(overrides, roles, graph.trained, graph.generated is not None, command)
 
     def _parsed(
-        self, overrides: Sequence[str], roles: Sequence[str], trained: Collection[str], generates: bool
+        self, overrides: Sequence[str], roles: Sequence[str], trained: Collection[str], generates: bool, command: str
     ) -> Spec:
         raw: dict[str, Any] = {
             "name": "advised",
@@ -86,7 +90,7 @@ class AdviceRequest:
             raw["rollout"] = {"engine": self.rollout or self._usual_rollout}
         for override in overrides:
             apply_override(raw, override)
-        return parse_spec(raw, "advise")
+        return parse_spec(raw, command)
 
     @property
     def _usual_rollout(self) -> str:

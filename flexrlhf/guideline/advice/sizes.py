@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
+from flexrlhf.config.model_names import find_model
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
@@ -121,6 +122,8 @@ class SizeTable:
     @property
     def cells(self) -> list[AdviceOptions]:
         """Options of each cell, by row. Raises UserError for unknown models, device classes and settings."""
+        for model in self.models:
+            find_model(model, "MODEL")
         classes = list(dict.fromkeys(find_class(name, "--gpu-type") for name in self.classes))
         rows = product(self.models, self.algorithms, self.responses, (None, self.rank))
         cells = [
@@ -202,7 +205,7 @@ class SizeTable:
         return make_space(spec, costs_for(spec, None).costs, lengths_for(spec, self.mean), known=self.known)
 
     def _spec(self, options: AdviceOptions) -> Spec:
-        return options.spec(None, self.overrides)
+        return options.request().spec(self.overrides, "size")
 
 
 def least_count(fits: Callable[[int], bool]) -> int | None:

@@ -55,8 +55,10 @@ def named_lengths(text: str, longest: int, name: str) -> tuple[float, ...]:
 
     longest:  the most tokens of a response of the run ``name``.
     """
-    shape, _, mean = text.partition(":")
+    shape, colon, mean = text.partition(":")
     if shape == HEAVY_TAIL:
+        if colon and not mean:
+            raise UserError(f"--lengths {text}: expected a mean in tokens after the colon; or use {HEAVY_TAIL} alone")
         return heavy_tail(_mean(mean, text) if mean else USUAL_SHARE * longest, longest, name)
     found = tuple(_numbers(text))
     for value in found:
@@ -100,6 +102,8 @@ def _numbers(text: str) -> Sequence[float]:
         return [float(text)]
     except ValueError:
         path = Path(text)
+    if text.startswith("[") and not path.exists():
+        return _listed(text, text)
     if path.is_dir():
         path = next((path / name for name in (SAMPLES, METRICS) if (path / name).is_file()), path / METRICS)
     if not path.is_file():
@@ -107,12 +111,20 @@ def _numbers(text: str) -> Sequence[float]:
             f"--lengths {text}: expected a number, {HEAVY_TAIL}, a file or a run's directory, and there is no such file"
         )
     try:
-        lengths = list(_found(_content(path.read_text())))
+        content = path.read_text()
     except ValueError as error:
         raise UserError(f"--lengths {text}: neither JSON nor numbers ({error})") from None
-    if path.name == METRICS and all(map(_is_number, lengths)) and lengths:
-        # means over steps say nothing of the spread of single responses
-        lengths = [sum(lengths) / len(lengths)]
+    lengths = _listed(content, text)
+    # means over steps say nothing of the spread of single responses
+    return [sum(lengths) / len(lengths)] if path.name == METRICS else lengths
+
+
+def _listed(content: str, text: str) -> list[float]:
+    """Return the lengths in the text of a file, or of ``--lengths`` itself. Raises UserError."""
+    try:
+        lengths = list(_found(_content(content)))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--lengths {text}: neither JSON nor numbers ({error})") from None
     if not lengths or not all(map(_is_number, lengths)):
         raise UserError(f"--lengths {text}: expected numbers of tokens in it, found {shown(lengths)[:40]}")
     # others do not count the end token, which is then the only one
@@ -140,4 +152,4 @@ def _found(content: Any) -> Iterator[Any]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53

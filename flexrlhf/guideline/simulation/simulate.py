@@ -257,8 +257,24 @@ def is_simulated(text: str) -> bool:
     return isinstance(facts, dict) and facts.get("simulated") is True
 
 
+MOST_SPANS = 1_000_000
+"""Spans of a timeline that is written; one has some hundred bytes."""
+
+
+def check_timeline(plan: Plan, steps: int) -> None:
+    """Raise UserError for more steps of a timeline than it has room for."""
+    of_step = sum(len(each.ranks) for each in plan.schedule.instructions)
+    most = max(1, MOST_SPANS // max(1, of_step))
+    if steps > most:
+        raise UserError(
+            f"--steps {steps}: a step has {of_step} spans in the timeline, which has room for {MOST_SPANS}; use at "
+            f"most {most}"
+        )
+
+
 def write_timeline(simulation: Simulation, path: Path, steps: int) -> None:
     """Write the first ``steps`` steps as a Chrome trace. Raises UserError where it cannot be written."""
+    check_timeline(simulation.plan, steps)
     classes = {device.rank: device.device_class for device in simulation.plan.cluster.devices}
     ranks = simulation.plan.placement.num_ranks
     facts = {"simulated": True, "seconds_per_step": simulation.seconds, "device_class": classes}

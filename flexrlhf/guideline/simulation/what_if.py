@@ -13,7 +13,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Me
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.guideline.simulation.what_if_changes import Change, eight_bit_share, read_change
+from flexrlhf.guideline.simulation.what_if_changes import Change, eight_bit_share, read_changes
 from flexrlhf.memory.budget import Sizing
 from flexrlhf.memory.states import State, item_bytes
 from flexrlhf.placement.devices import DeviceClass
@@ -106,7 +106,7 @@ class EightBitSizing(Sizing):
 def what_if(plan: Plan, costs: CostModel, lengths: TextLengths, names: Sequence[str]) -> list[Outcome]:
     """Return the run as planned, then with each change. Raises UserError for names that are no change."""
     wanted = [each for name in names for each in (DEFAULTS if name == DEFAULT else (name,))]
-    changes = [(name, [read_change(part) for part in name.split(",")]) for name in dict.fromkeys(wanted)]
+    changes = [(name, read_changes(name)) for name in dict.fromkeys(wanted)]
     outcomes = [_outcome("as planned", plan, costs, lengths, [])]
     for name, makers in changes:
         try:

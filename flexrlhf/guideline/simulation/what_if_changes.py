@@ -21,6 +21,8 @@ from flexrlhf.plan.changes import SettingChange, changed_spec
 from flexrlhf.plan.plan import Plan
 
 EIGHT_BIT = "fp8"
+MOST = 1_000_000
+"""Largest factor, speed in GB/s and time in seconds; the inverse is the least."""
 NO_SETTING = "not a setting of a run"
 
 
@@ -43,6 +45,16 @@ class Change:
 def eight_bit_share(model: Transformer, item: int) -> float:
     """Return the bytes of a model whose matrices of layers have one byte a number, as a share of ``item`` for each."""
     return 1 - (1 - 1 / item) * model.layers * model.matrix_parameters / model.parameters
+
+
+def read_changes(text: str) -> list[Callable[[Plan], Change]]:
+    """Return the makers of the changes ``KEY=VALUE,KEY=VALUE``. Raises UserError for another text, or one key twice."""
+    parts = text.split(",")
+    keys = [part.partition("=")[0] for part in parts]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice in CHANGES:
+        raise UserError(f"--what-if {text}: {twice} is there twice; give it once, or --what-if again for another run")
+    return [read_change(part) for part in parts]
 
 
 def read_change(text: str) -> Callable[[Plan], Change]:
@@ -220,6 +232,8 @@ def _number(value: str, text: str, expected: str) -> tuple[bool, float]:
         number = 0.0
     if not 0 < number < float("inf"):
         raise UserError(f"--what-if {text}: expected a number above 0 {expected}")
+    if not 1 / MOST <= number <= MOST:
+        raise UserError(f"--what-if {text}: expected a number from {1 / MOST:g} to {MOST:,} {expected}")
     return value.endswith("x"), number
 
 
