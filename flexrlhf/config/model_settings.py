@@ -68,6 +68,15 @@ class LoraSpec(StrictModel):
         description="linear layers with adapters, by the last part of their names; null: every linear layer, and in "
         "models with experts those of attention, next to which gate_up_proj and down_proj name the experts' weights",
     )
+
+    @field_validator("targets")
+    @classmethod
+    def _once(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        twice = next((name for name in value or () if (value or ()).count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice} is there twice: remove one of them")
+        return value
+
     new: bool | None = Field(
         None,
         description="true: adapters in the model's path are merged into its weights, and new ones are trained; false: "

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.algorithms.policy import PolicySpec
-from flexrlhf.config.model_settings import PASS_SETTINGS, ModelsSpec
+from flexrlhf.config.model_settings import PASS_SETTINGS, ModelSpec, ModelsSpec, OptimizerSpec
 from flexrlhf.config.output_settings import LOGGERS
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.presets.filling import trained_roles
@@ -23,9 +23,9 @@ from flexrlhf.config.ratio_vector import RATIO_FORM
 from flexrlhf.config.reward_sources import KINDS
 from flexrlhf.config.secrets import hidden, shown_override, without_secrets
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.strict_model import StrictModel, mappings
 from flexrlhf.config.user_paths import in_home, instead_of, is_yaml
-from flexrlhf.config.yaml_io import explain, read_yaml, write_yaml
+from flexrlhf.config.yaml_io import explain, read_settings, write_yaml
 from flexrlhf.errors import UserError, either, nearest, shown
 
 _CLASS_NAMES = {"PlacementMap"} | {kind.__name__ for kind in StrictModel.__subclasses__()}
@@ -90,7 +90,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"config {path}: {_no_file(path)}")
     try:
-        raw = read_yaml(path.read_text())
+        raw = read_settings(path.read_text())
     except yaml.YAMLError as error:
         raise UserError(f"config {path}: not YAML: {explain(error)}") from None
     except UnicodeDecodeError:
@@ -196,7 +196,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
             raise UserError(f"{written}: {parent} is {shown(hidden(child, parent))}, not a mapping")
         node = child
     try:
-        node[last] = read_yaml(text)
+        node[last] = read_settings(text)
     except yaml.YAMLError as error:
         raise UserError(f"{written}: the value is not YAML: {explain(error)}") from None
 
@@ -270,7 +270,27 @@ def _first_problem(error: ValidationError) -> str:
     if kind == "union_tag_not_found":
         return f"{where}.name: missing; known: {', '.join(_named(where)[1])}"
     message = plain_problem(problem)
+    if (unknown := re.match(r"unknown key '([^']*)'", message)) is not None and (place := _place_of(unknown[1], where)):
+        message = f"unknown key {unknown[1]!r} (did you mean {place}?)"
     return f"{where}: {message}" if where else message
+
+
+def _place_of(key: str, where: str) -> str:
+    """Return the setting that a ``key`` of another section names, in quotes, if it is one at the top or in one section
+    alone; else nothing. A setting of models is one of the actor."""
+    if key in Spec.model_fields:
+        return f"{key!r} at the top"
+    if where.startswith("models"):
+        return ""
+    sections: dict[str, type[BaseModel]] = {"models.actor": ModelSpec, "models.actor.optimizer": OptimizerSpec}
+    sections |= {
+        name: kind
+        for name, field in Spec.model_fields.items()
+        for kind in mappings(field.annotation)
+        if name not in ("algorithm", "models", "placement", "reward", "cost", "loggers")
+    }
+    found = [name for name, kind in sections.items() if key in kind.model_fields]
+    return f"{f'{found[0]}.{key}'!r}" if len(found) == 1 else ""
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:

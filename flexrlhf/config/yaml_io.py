@@ -56,6 +56,22 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
+class _SettingsLoader(_Loader):
+    """Loader of settings, which a person has written and other tools read, too."""
+
+    def construct_yaml_int(self, node: Any) -> int:
+        """Refuse a number that begins with 0: readers of YAML 1.1 take ``010`` as 8."""
+        text = self.construct_scalar(node)
+        if re.fullmatch(r"[-+]?0[0-9]+", text):
+            value = super().construct_yaml_int(node)
+            problem = f"{text} is {value} here, and another number to readers of YAML 1.1; write {value}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_yaml_int(node)
+
+
+_SettingsLoader.add_constructor("tag:yaml.org,2002:int", _SettingsLoader.construct_yaml_int)
+
+
 class _Dumper(yaml.SafeDumper):
     """Dumper that quotes texts which the loader would read as another type."""
 
@@ -70,12 +86,17 @@ for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
-def read_yaml(text: str) -> Any:
+def read_settings(text: str) -> Any:
+    """Return the data of a document of settings, without a number that begins with 0. Raises yaml.YAMLError."""
+    return read_yaml(text, _SettingsLoader)
+
+
+def read_yaml(text: str, loader: type[_Loader] = _Loader) -> Any:
     """Return the data of one document. Raises yaml.YAMLError."""
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"it has {len(text)} characters, more than the {MAX_CHARACTERS} that any config needs")
     try:
-        data = yaml.load(text, _Loader)  # noqa: S506 (derives from SafeLoader)
+        data = yaml.load(text, loader)  # noqa: S506 (derives from SafeLoader)
         if _num_values(data, {}) > MAX_VALUES:
             raise yaml.YAMLError(f"its anchors repeat more than {MAX_VALUES} values")
     except RecursionError:
@@ -117,7 +138,9 @@ def explain(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         problem = f"{error.context}, {error.problem}" if str(error.problem).startswith("but ") else error.problem
-        return f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+        variable = (mark.buffer or "")[max(0, mark.pointer - 1) : mark.pointer + 1] == "${"
+        hint = "; within [] or {} put a text with ${NAME} in quotes" if variable else ""
+        return f"{problem} (line {mark.line + 1}, column {mark.column + 1}){hint}"
     if isinstance(error, yaml.reader.ReaderError) and 0xDC80 <= error.character <= 0xDCFF:
         encoding = sys.getfilesystemencoding()
         return f"its character {error.position + 1} is none in the locale's encoding, {encoding}; set PYTHONUTF8=1"

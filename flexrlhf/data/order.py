@@ -33,8 +33,10 @@ def whole_parts(weights: Sequence[Fraction]) -> list[int]:
     shares = [weight / total for weight in weights]
     block = lcm(*(share.denominator for share in shares))
     if block > MAX_BLOCK:
+        # a weight may have hundreds of digits
+        parts = f"1/{block}" if block < 10**15 else f"less than 1/{10**15}"
         raise UserError(
-            f"data.sources: weights {', '.join(f'{float(weight):g}' for weight in weights)} are parts of 1/{block} of "
+            f"data.sources: weights {', '.join(f'{float(weight):g}' for weight in weights)} are parts of {parts} of "
             f"the prompts, finer than 1/{MAX_BLOCK}; use rounder numbers such as 0.7 and 0.3"
         )
     return [int(share * block) for share in shares]

@@ -94,7 +94,8 @@ _V100 = DeviceClass("V100-32G", 125, 32, 900, 150, 15.8, 50, cores=80, capabilit
 
 # Vendor data sheets and whitepapers (NVIDIA V100, A100, H100, H200, L40S, B200); node_gb_s: DGX-1V 4 x 100 Gb, DGX
 # A100 8 x 200 Gb, DGX H100 8 x 400 Gb, P4d 4 x 100 Gb for the A100-40G. Without NVLink the link is PCIe. A800 and H800:
-# NVLink cut to 400 GB/s both directions. H20, A10, A40, A6000, RTX 4090: public board listings, medium confidence.
+# NVLink cut to 400 GB/s both directions. H20, A10, A40, A6000, RTX 3090 and
+# 4090: public board listings, medium confidence.
 # Shares: fitted for the V100, A100 and H100 (boards of 700 W). Assumed: a B200 is sustained as an H100 is
 # and has its FlashAttention 2 unchanged; an H20, with the power of an H100 for a seventh of its peak, and the others
 # have the defaults.
@@ -116,6 +117,7 @@ DEVICE_CLASSES = {
         DeviceClass("A40-48G", 149.7, 48, 696, 31, 31, 12.5, cores=84, capability=8.6),
         DeviceClass("A6000-48G", 154.8, 48, 768, 56, 31, 12.5, cores=84, capability=8.6),
         DeviceClass("A10-24G", 125, 24, 600, 31, 31, 12.5, cores=72, capability=8.6),
+        DeviceClass("RTX3090-24G", 71, 24, 936, 31, 31, 1.25, cores=82, capability=8.6),
         DeviceClass("RTX4090-24G", 165, 24, 1008, 31, 31, 1.25, cores=128, capability=8.9),
     )
 }

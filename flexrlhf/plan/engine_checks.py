@@ -45,8 +45,20 @@ def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False
         check_settings(model)
         if model.rollout is not None:
             _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
+    _check_ring(placement)
     _check_idle_graphs(graph, placement, is_evaluated)
     _check_recording(graph, placement)
+
+
+def _check_ring(placement: Placement) -> None:
+    """Raise UserError for a way of context parallelism where no model has context-parallel ranks."""
+    if all(model.settings.cp == 1 for model in placement.models):
+        for model in placement.models:
+            if (way := model.settings.context_parallel) != "auto":
+                raise UserError(
+                    f"{model.key('context_parallel')}: {way} is for a cp above 1, and all models have cp 1; use auto, "
+                    f"or give cp"
+                )
 
 
 def _check_graphs(model: PlacedModel) -> None:
@@ -139,7 +151,8 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
             f"{trained.key('shadow')}: the rollout engine replaces this copy; set rollout instead, and remove this"
         )
     for name in sorted(VLLM_ARGUMENTS & set(rollout.config)):
-        raise UserError(f"rollout.config.{name}: is set by the run; remove it")
+        reason = "quantised weights are not supported" if name == "quantization" else "is set by the run"
+        raise UserError(f"rollout.config.{name}: {reason}; remove it")
     if rollout.adapters == "separate":
         _check_separate(trained)
     for name in ("tp", "pp"):

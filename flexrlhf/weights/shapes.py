@@ -48,6 +48,9 @@ _STORED_TYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16"}
 
 Parameters = tuple[tuple[str, tuple[int, ...]], ...]
 
+WITHOUT_EXPERTS = ("granitemoe", "granitemoehybrid", "granitemoeshared")
+"""Families with experts that may have none."""
+
 
 class HashedParameters(tuple[tuple[str, tuple[int, ...]], ...]):
     """Parameters whose hash is computed once: they are keys of many tables, and there are hundreds."""
@@ -155,6 +158,11 @@ def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
         raise UserError(f"{where} has {wrong}")
     mixtures = [family for family in KNOWN_FAMILIES if family not in LLAMA_LIKE]
     experts = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
+    if not experts and config["model_type"] in WITHOUT_EXPERTS and config.get("num_local_experts") == 0:
+        raise UserError(
+            f"models.{role}: {config['model_type']} is not supported, with experts or, as here, without; use a model "
+            f"of another family"
+        )
     if (experts or "moe" in config["model_type"]) and config["model_type"] not in mixtures:
         raise UserError(
             f"models.{role}: {config['model_type']} is a mixture-of-experts model ({experts or 'by its type'}), of "

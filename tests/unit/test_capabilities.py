@@ -97,6 +97,10 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
             "and rollout.engine: vllm to generate with it",
         ),
         (
+            ("models.actor.context_parallel=ring",),
+            "models.actor.context_parallel: ring is for a cp above 1, and all models have cp 1; use auto, or give cp",
+        ),
+        (
             ("models.actor.engine=deepsped",),
             "models.actor.engine: unknown engine 'deepsped' (did you mean 'deepspeed'?); known: torch, deepspeed, "
             "megatron",

@@ -343,6 +343,26 @@ def test_every_field_of_the_optimizer_is_read() -> None:
         ("models.actor.config=3", "models.actor.config: expected a mapping, found 3"),
         ("models.actor.shadow.zero=4", "models.actor.shadow.zero: expected one of 0, 1, 2 or 3, found 4"),
         (
+            "models.actor.lora.targets=[q_proj, v_proj, q_proj]",
+            "models.actor.lora.targets: q_proj is there twice: remove one of them",
+        ),
+        ("algorithm.steps=3", "algorithm: unknown key 'steps' (did you mean 'steps' at the top?)"),
+        ("data.seed=3", "data: unknown key 'seed' (did you mean 'seed' at the top?)"),
+        ("data.optimizer={}", "data: unknown key 'optimizer' (did you mean 'models.actor.optimizer'?)"),
+        (
+            "algorithm.max_response_tokens=3",
+            "algorithm: unknown key 'max_response_tokens' (did you mean 'data.max_response_tokens'?)",
+        ),
+        (
+            "data.max_response_tokens=999999999999",
+            "data.max_response_tokens: must be less than or equal to 20000000, found 999999999999",
+        ),
+        (
+            "placement={actor: {ratio: 1, row_shares: [0, 1]}}",
+            "placement.actor: row_shares: the least, 0, is below 1/1000 of the largest, 1, so that a replica would "
+            "have no rows; leave its ranks out, or give it more",
+        ),
+        (
             "models.actor.shadow.lora={}",
             "models.actor.shadow: unknown key 'lora'; known: cp, dtype, engine, ep, generate_tokens, "
             "micro_batch_tokens, pp, shard, tp, zero",
@@ -575,6 +595,19 @@ def test_nan_in_a_config_is_written_as_it_is() -> None:
 def test_whole_numbers_are_those_of_yaml_1_2(text: str, value: object) -> None:
     """YAML 1.1 reads a 0 in front as base 8, and a colon as base 60."""
     assert read_yaml(text) == value and read_yaml(write_yaml([value])) == [value]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("steps: 010", "010 is 10 here, and another number to readers of YAML 1.1; write 10 (line 1, column 8)"),
+        ("a: [{b: ${NAME}}]", "within [] or {} put a text with ${NAME} in quotes"),
+    ],
+)
+def test_settings_that_other_readers_take_otherwise_are_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        load_spec(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize(
