@@ -14,7 +14,7 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.imports.translate import translated
 
-SAMPLE, ALL = 40, 500
+SAMPLE, ALL = 30, 500
 FULL = [pytest.mark.full, pytest.mark.timeout(1800)]
 SIZES = pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=FULL)])
 
