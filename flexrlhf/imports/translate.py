@@ -259,14 +259,15 @@ class JobFile:
             trainer = next((name.removesuffix("Config").lower() for name in names), None)
         if trainer is None and (launch.program in ALGORITHMS or is_missing(launch.program)):
             trainer = launch.program
+        is_assumed = trainer is None
         if trainer is None:
             trainer, *others = trainers_of({**leaves, **flags(launch.arguments)})
         out = self._trl(leaves, replace(launch, system="TRL", program=trainer))
         if others:
-            why = (
-                f"the file does not name its trainer; {', '.join(others)} have these settings, too: --var trainer=NAME"
-            )
+            why = f"the file does not name its trainer; also possible: {', '.join(others)}: --var trainer=NAME"
             out.drop(Setting("trainer", f"{trainer}, assumed"), why)
+        elif is_assumed:
+            out.note(f"the file does not name its trainer: by its settings it is {trainer}")
         return out
 
 
