@@ -99,7 +99,7 @@ def serve_reward(
 def _token(variable: str) -> str:
     value = os.environ.get(variable, "")
     if not value or not value.isascii() or not value.isprintable():
-        raise UserError(
-            f"--secret {variable}: expected an environment variable with one line of ASCII; export it first"
-        )
+        # the secret itself is not shown
+        shown = variable if variable.isupper() and variable.isidentifier() else "***"
+        raise UserError(f"--secret {shown}: expected an environment variable with one line of ASCII; export it first")
     return value

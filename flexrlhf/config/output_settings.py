@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from flexrlhf.config.secrets import has_port, without_secrets
+from flexrlhf.config.secrets import has_port, secrets_in, without_secrets
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import shown
@@ -42,13 +42,14 @@ class MlflowSpec(StrictModel):
     @field_validator("tracking_uri")
     @classmethod
     def _has_no_secret(cls, value: str | None) -> str | None:
-        if value is not None and ("@" in value.partition("://")[2] or without_secrets(value) != value):
+        if value is not None and secrets_in(value):
             raise ValueError(
                 "tracking_uri: a user or password in an address would be written to config.yaml; set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment"
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment, or "
+                "give the name of a variable, such as ${MLFLOW_PASSWORD}"
             )
         if value is not None and value.startswith(("http://", "https://")) and not has_port(value):
-            raise ValueError(f"no such port, use 1 to 65535, found {shown(value)}")
+            raise ValueError(f"no such port, use 1 to 65535, found {shown(without_secrets(value))}")
         return value
 
 

@@ -7,6 +7,7 @@ library alone.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -57,6 +58,14 @@ def check_proxies() -> None:
     """Raise UserError for any proxy of the environment that cannot be used: some libraries open all of them."""
     for kind in () if "*" in _exempt() else _KINDS:
         _proxy(kind)
+
+
+def check_certificates() -> None:
+    """Raise UserError for certificates that the environment names and that cannot be read."""
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        path = os.environ.get(name)
+        if path and not os.access(path, os.R_OK):
+            raise UserError(f"{name}: {path} cannot be read; unset it, or name the certificates of this machine")
 
 
 def unreachable(url: str) -> str:
@@ -117,7 +126,7 @@ def _variable(kind: str) -> str:
 
 def _has_host(url: str) -> bool:
     with suppress(ValueError):
-        return bool(urlsplit(url).hostname)
+        return re.fullmatch(r"[\w.:%-]+", urlsplit(url).hostname or "", re.ASCII) is not None
     return False
 
 

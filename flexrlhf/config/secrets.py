@@ -81,14 +81,14 @@ def check_header(name: str, value: str) -> None:
 
 def check_url(url: str) -> None:
     """Raise ValueError for an address with a user, a password or a key that is no environment variable."""
-    if _secrets_in(url):
+    if secrets_in(url):
         raise ValueError(
             "url: a password or key in an address would be written to config.yaml; put it into an environment "
             "variable and give its name, such as http://user:${REWARD_PASSWORD}@host/score"
         )
 
 
-def _secrets_in(url: str) -> list[str]:
+def secrets_in(url: str) -> list[str]:
     """Return the users, passwords and keys of an address that are no environment variables."""
     try:
         parts = urlsplit(url)
@@ -103,7 +103,6 @@ def _secrets_in(url: str) -> list[str]:
 
 _FREE = re.compile(r"environment\.(options|path)|algorithm\.settings|rollout\.config|models\.\w+\.config")
 """Settings whose values other code reads, or other programs: any of them may be a secret."""
-_OWN_CHECKS = ("reward", "cost")
 _ADDRESS = re.compile(r"\w+://\S+")
 
 
@@ -119,8 +118,7 @@ def check_settings(setting: Any, key: str = "", name: str = "", is_free: bool = 
     if isinstance(setting, dict):
         for own, each in setting.items():
             below = f"{key}.{own}" if key else str(own)
-            if key or own not in _OWN_CHECKS:
-                check_settings(each, below, str(own), is_free or _FREE.fullmatch(below) is not None)
+            check_settings(each, below, str(own), is_free or _FREE.fullmatch(below) is not None)
     elif isinstance(setting, list | tuple):
         for number, each in enumerate(setting):
             check_settings(each, f"{key}.{number}", name, is_free)
@@ -138,11 +136,13 @@ def _is_literal(value: Any, name: str, is_free: bool) -> bool:
         return True
     if not is_free or isinstance(value, bool) or value is None:
         return False
-    if isinstance(value, str) and any(map(_secrets_in, _ADDRESS.findall(text))):
+    if isinstance(value, str) and any(map(secrets_in, _ADDRESS.findall(text))):
         return True
     is_counted = not isinstance(value, str) and len(text) < LEAST_DIGITS
-    is_named = name.lower() != "key" and is_secret_name(name) and not (isinstance(value, str) and _names_nothing(value))
-    return is_named and not is_counted and not _REFERENCE.search(text)
+    # a variable without braces is not read
+    is_switch = isinstance(value, str) and _names_nothing(value) and "$" not in value
+    is_named = name.lower() != "key" and is_secret_name(name)
+    return is_named and not (is_counted or is_switch or _REFERENCE.search(text))
 
 
 def has_port(address: str) -> bool:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from flexrlhf.config.output_settings import MlflowSpec
 from flexrlhf.config.proxies import proxy_of
-from flexrlhf.config.secrets import has_port, without_secrets
+from flexrlhf.config.secrets import expanded_url, has_port, without_secrets
 from flexrlhf.errors import UserError
 from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
 
@@ -51,7 +51,8 @@ def check(spec: MlflowSpec) -> None:
 
 def _uri(spec: MlflowSpec) -> str | None:
     """Return the server or database that is written, or that the environment names."""
-    return spec.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    written = expanded_url(spec.tracking_uri or "", "loggers.tracking_uri")
+    return written or os.environ.get("MLFLOW_TRACKING_URI")
 
 
 class MlflowLogger:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.code_checks import check_function, definitions, python_file
-from flexrlhf.config.proxies import proxy_of
+from flexrlhf.config.proxies import check_certificates, proxy_of
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url, has_port
 from flexrlhf.errors import UserError, nearest, shown
@@ -199,6 +199,7 @@ def _check_addresses(section: str, written: Sequence[str], addresses: Sequence[s
 def _check_service(source: ServiceSource, section: str) -> None:
     addresses = [expanded_url(url, f"{section}.url") for url in source.url]
     _check_addresses(section, source.url, addresses)
+    check_certificates()
     for address in addresses:
         proxy_of(address)
     for header, value in source.headers.items():

@@ -41,7 +41,7 @@ import httpx
 from pydantic_core import from_json
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from flexrlhf.config.proxies import proxy_of, unreachable
+from flexrlhf.config.proxies import check_certificates, proxy_of, unreachable
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.config.secrets import expanded, expanded_url, masked
 from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, failed_reply, make_batches
@@ -70,6 +70,7 @@ class HttpService:
         self._headers()
         for url in source.url:
             proxy_of(expanded_url(url, "url"))
+        check_certificates()
         # counts on from step to step, so that steps of one batch use all URLs, too
         self._turns = itertools.count()
 

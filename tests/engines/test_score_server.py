@@ -216,6 +216,7 @@ def test_connections_of_one_site_are_counted_together(address: str, other: str, 
         ((".", "--workers", "3"), "--workers 3: goes with a function, and . is a model; remove it"),
         ((".",), "no tokenizer in it"),
         (("own.py:judged", "--secret", "NOPE"), "--secret NOPE: expected an environment variable"),
+        (("own.py:judged", "--secret", "hunter2"), "--secret ***: expected an environment variable"),
         (("broken.py:late",), "broken.py:late: could not be loaded"),
     ],
 )

@@ -133,6 +133,7 @@ def test_a_server_that_is_not_there_is_named_at_the_start(tmp_path: Path, monkey
         ([{"name": "tensorboard"}, {"name": "tensorboard"}], "loggers: tensorboard is there twice"),
         ([{"name": "wandb", "projet": "x"}], "did you mean 'project'"),
         ([{"name": "mlflow", "tracking_uri": "http://me:secret@host"}], "password"),
+        ([{"name": "mlflow", "tracking_uri": "postgresql://host/db?password=secret"}], "password"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_sentence(loggers: list[Raw], words: str, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 UNUSABLE = [
     ("HTTPS_PROXY", "http//proxy:3128", "HTTPS_PROXY: expected the address of a proxy, such as http://proxy:3128"),
     ("HTTPS_PROXY", "http://", "expected the address of a proxy"),
+    ("HTTPS_PROXY", "http://pro xy:3128", "expected the address of a proxy"),
     ("ALL_PROXY", "http://[::1", "expected the address of a proxy"),
     ("https_proxy", "foo://proxy", "https_proxy: expected http:// or socks5:// in front of a proxy, found 'foo://"),
     ("ALL_PROXY", "socks://proxy:1080", "expected http:// or socks5:// in front of a proxy"),
@@ -77,6 +78,12 @@ def test_a_service_that_needs_an_unusable_proxy_is_refused_before_a_run(
     monkeypatch.setenv(variable, "foo://proxy")
     check_sources([ServiceSource(url="http://127.0.0.1/score")])
     with pytest.raises(UserError, match=f"{variable}: expected http:// or socks5://"):
+        check_sources([ServiceSource(url=REMOTE)])
+
+
+def test_certificates_that_cannot_be_read_are_named_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    with pytest.raises(UserError, match="SSL_CERT_FILE: /nowhere/ca.pem cannot be read"):
         check_sources([ServiceSource(url=REMOTE)])
 
 

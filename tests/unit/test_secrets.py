@@ -229,6 +229,9 @@ FREE_LITERALS: list[dict[str, Any]] = [
     {"environment": ENVIRONMENT | {"options": {"url": "http://me:s3cr@a"}}},
     {"environment": {"path": "openenv:http://me:s3cr@a:1"}},
     {"environment": {"path": "openenv:http://a:1?token=s3cr"}},
+    {"environment": ENVIRONMENT | {"options": {"api_key": "$s3cr", "password": 12345678}}},
+    {"environment": ENVIRONMENT | {"options": {"password": 12345678}}},
+    {"reward": {"url": "http://a", "headers": {"X-Mine": KEY}}},
     {"rollout": {"config": {"hf_token": "s3cr"}}},
     {"loggers": [{"name": "wandb", "entity": KEY}]},
 ]
@@ -240,7 +243,7 @@ def test_a_secret_for_other_code_is_refused_with_the_form_that_works(section: di
         UserError, match=r"a secret would be written to config.yaml; .*, such as \$\{API_KEY\}"
     ) as error:
         parse_spec(PPO | section)
-    assert "s3cr" not in str(error.value)
+    assert "s3cr" not in str(error.value) and "1234" not in str(error.value)
 
 
 ADDRESSES: list[dict[str, Any]] = [
