@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -555,6 +557,52 @@ def test_a_child_that_is_killed_is_named(child: VllmEngine) -> None:
     assert str(error.value) == f"actor.rollout: the vLLM process {child.child_pid} ended (killed by SIGKILL)"
     with pytest.raises(RolloutProcessError, match="SIGKILL"):
         child.generate(prompts(4), sampling())
+
+
+@contextmanager
+def killed_at_start(number: int) -> Iterator[list[int]]:
+    """Kill the first children that vLLM starts inside, and yield their ids."""
+    killed: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while len(killed) < number and not ended.wait(0.01):
+            for process in multiprocessing.active_children():
+                if process.name.startswith("EngineCore") and process.pid is not None and process.pid not in killed:
+                    killed.append(process.pid)
+                    process.kill()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_child_that_is_killed_while_it_starts_is_named() -> None:
+    with killed_at_start(1) as killed, pytest.raises(RolloutProcessError) as error:
+        VllmEngine(engine_context(placed(process="child", max_restarts=0)))
+    expected = f"actor.rollout: the vLLM process {killed[0]} ended while it started (killed by SIGKILL)"
+    assert str(error.value) == expected
+
+
+@pytest.mark.full
+def test_children_that_end_while_they_start_are_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    """Killed ones, and ones with an error of vLLM, which is named."""
+    batch = prompts(3)
+    with killed_at_start(2) as killed:
+        made = VllmEngine(engine_context(placed(process="child", max_restarts=2)))
+    check(made.generate(batch, sampling()), batch, reference(load_model(placed(), SEED), batch, sampling()))
+    assert made.num_restarts == 2
+    made.close()
+    said = capfd.readouterr().err
+    for number, each in enumerate(killed, 1):
+        assert f"the vLLM process {each} ended while it started (killed by SIGKILL); restart {number} of 2\n" in said
+    context = replace(engine_context(placed(process="child", max_restarts=1)), kv_bytes=1)
+    with pytest.raises(RolloutProcessError, match=r"\(exit code 1\): ValueError: .*after 1 restart "):
+        VllmEngine(context)
 
 
 # by default one that is killed in a run is replaced (tests/distributed/test_rollout.py)

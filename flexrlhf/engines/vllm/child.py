@@ -7,15 +7,17 @@ tensors stay where they are, and their memory is opened by CUDA IPC handles.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,9 +29,12 @@ from torch.multiprocessing.reductions import reduce_tensor
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.vllm.restarts import RolloutProcessError
 from flexrlhf.user_code.process_directories import process_directory
+from flexrlhf.user_code.processes import exit_text
 
 PARENT = "FLEXRLHF_ROLLOUT_PARENT"
 """Environment variable with the process that a child ends with."""
+_SOCKETS, _WORDS = "VLLM_RPC_BASE_PATH", "start-error"
+"""Environment variable with the directory of a child's sockets, and the file there with the error of its start."""
 _EXIT_CODE_SECONDS = 10.0
 """Longest wait for the exit code of a child that was noticed to have ended."""
 _POLL_SECONDS = 1.0
@@ -111,7 +116,7 @@ class ChildProcess:
             if time.monotonic() > deadline:
                 return "does not respond"
             time.sleep(0.01)
-        return f"ended (killed by {signal.Signals(-code).name})" if code < 0 else f"ended (exit code {code})"
+        return f"ended ({exit_text(code)})"
 
     def _is_timed_out(self) -> bool:
         since = self._waiting_since
@@ -125,6 +130,57 @@ class ChildProcess:
         for future in list(self._client.utility_results.values()):
             if not future.done():
                 future.set_exception(self._error())
+
+
+@contextmanager
+def starting(name: str) -> Iterator[None]:
+    """Raise RolloutProcessError where the child of an engine that is made inside does not start, with its end.
+
+    name:  of the placed model.
+    """
+    from vllm.v1.engine import utils
+
+    managers, processes = utils.CoreEngineProcManager, list[BaseProcess]()
+
+    class NotedManager(managers):  # type: ignore[misc, valid-type]
+        """Manager whose processes are at hand when vLLM has dropped it."""
+
+        def __init__(self, *arguments: Any, **further: Any) -> None:
+            super().__init__(*arguments, **further)
+            processes.extend(self.processes)
+
+    utils.CoreEngineProcManager = NotedManager  # type: ignore[misc]
+    try:
+        yield
+    except RuntimeError as error:
+        raise RolloutProcessError(f"{name}: {_failed_start(processes, error)}") from error
+    finally:
+        utils.CoreEngineProcManager = managers  # type: ignore[misc]
+
+
+def _failed_start(processes: Sequence[BaseProcess], error: RuntimeError) -> str:
+    """Describe how a child ended that was starting: also in the words of its error, if it had one."""
+    code = None
+    with suppress(IndexError, ValueError):
+        # ValueError: it is closed
+        code = processes[0].exitcode
+    if not code:
+        return f"its vLLM process did not start: {str(error).splitlines()[0]}"
+    words, file = "", Path(os.environ[_SOCKETS], _WORDS)
+    if file.is_file():
+        words = f": {file.read_text(errors='replace')}"
+    return f"the vLLM process {processes[0].pid} ended while it started ({exit_text(code)}){words}"
+
+
+class StartErrors(logging.Handler):
+    """Handler, in a child, of the error that ends its start, which is written for ``starting``."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the first error. The directory is gone once the child has started."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            with suppress(OSError), Path(os.environ[_SOCKETS], _WORDS).open("x") as file:
+                file.write(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def response_seconds(context: EngineContext) -> float:
@@ -149,7 +205,7 @@ def child_environment(timeout_seconds: float) -> Iterator[dict[str, str]]:
             PARENT: str(os.getpid()),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_RPC_BASE_PATH": str(sockets),
+            _SOCKETS: str(sockets),
             "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(timeout_seconds)),
             "PYTHONWARNINGS": "ignore::FutureWarning",
             "OMP_NUM_THREADS": str(torch.get_num_threads()),

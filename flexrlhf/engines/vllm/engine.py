@@ -36,9 +36,9 @@ class VllmEngine(Engine):
         assert rollout is not None and context.stages is not None, f"{context.placed.name} is no rollout engine"
         self._context, self._lengths = context, context.lengths
         self._is_exact = rollout.noise == "exact"
-        self._vllm = VllmInstance(context)
-        self.config = self._vllm.config
         self._restarts = Restarts(rollout.max_restarts, context.stages.replica.ranks[0])
+        self._vllm = self._started()
+        self.config = self._vllm.config
         self._responses: dict[RequestKey, PartialResponse] = {}
         # responses that vLLM has no request for yet, and the ones of its requests since it last had none
         self._due: dict[RequestKey, PartialResponse] = {}
@@ -110,6 +110,14 @@ class VllmEngine(Engine):
             if must_be_aborted:
                 self._vllm.engine.abort_request([output.request_id])
 
+    def _started(self) -> VllmInstance:
+        """Return an instance of vLLM; a child that ends while it starts is replaced, up to ``rollout.max_restarts``."""
+        while True:
+            try:
+                return VllmInstance(self._context)
+            except RolloutProcessError as error:
+                self._count(error)
+
     def _count(self, error: RolloutProcessError) -> None:
         self._restarts.add(error)
         self.num_restarts += 1
@@ -122,12 +130,7 @@ class VllmEngine(Engine):
         """
         self._count(error)
         self._vllm.close()
-        while True:
-            try:
-                self._vllm = VllmInstance(self._context)
-                break
-            except RolloutProcessError as further:
-                self._count(further)
+        self._vllm = self._started()
         for name, values in self._copies.items():
             self._vllm.views[name].copy_(values)
         self._has_stale_cache = False

@@ -18,10 +18,9 @@ from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.scalar_head import saved_value_head
 from flexrlhf.engines.skeletons import rank_in_run
-from flexrlhf.engines.vllm.child import ChildProcess, child_environment
+from flexrlhf.engines.vllm.child import ChildProcess, child_environment, starting
 from flexrlhf.engines.vllm.config import engine_arguments
 from flexrlhf.engines.vllm.isolation import PrivateGroups, ProcessIsolation, frozen_objects
-from flexrlhf.engines.vllm.restarts import RolloutProcessError
 from flexrlhf.engines.vllm.sleep import SleepMode
 from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
@@ -104,7 +103,8 @@ class VllmInstance:
         context = self._context
         _check_platform(context.device)
         arguments = engine_arguments(context.placed, context.lengths, context.kv_bytes, context.device.type)
-        with frozen_objects(), _one_sentence_errors(context, self._groups is None):
+        watched = starting(context.placed.name) if self._groups is None else nullcontext()
+        with frozen_objects(), _one_sentence_errors(context), watched:
             engine = LLMEngine.from_engine_args(
                 EngineArgs(
                     **arguments,
@@ -226,8 +226,8 @@ def _check_platform(device: torch.device) -> None:
 
 
 @contextmanager
-def _one_sentence_errors(context: EngineContext, has_child: bool) -> Iterator[None]:
-    """Raise vLLM's errors as UserError (refused arguments) or RolloutProcessError (the child did not start)."""
+def _one_sentence_errors(context: EngineContext) -> Iterator[None]:
+    """Raise vLLM's errors about arguments as UserError."""
     rollout = context.placed.rollout
     assert rollout is not None, f"{context.placed.name} is no rollout engine"
     try:
@@ -242,11 +242,6 @@ def _one_sentence_errors(context: EngineContext, has_child: bool) -> Iterator[No
             "rollout.sleep: vLLM lets one engine of a process sleep, and an earlier run of this command had it; give "
             "each config a command of its own, or set rollout.sleep to false"
         ) from error
-    except RuntimeError as error:
-        if not has_child:
-            raise
-        reason = str(error).splitlines()[0]
-        raise RolloutProcessError(f"{context.placed.name}: its vLLM process did not start: {reason}") from error
 
 
 @contextmanager

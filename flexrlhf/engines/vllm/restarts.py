@@ -32,5 +32,6 @@ class Restarts:
             after = f", after {before} in the same step (rollout.max_restarts)" if self.limit else ""
             raise RolloutProcessError(f"{error}{after}") from error
         self._num_in_step += 1
-        restart = f"restart {self._num_in_step} of {self.limit} with the weights of the last sync"
+        weights = "" if self._step is None else " with the weights of the last sync"
+        restart = f"restart {self._num_in_step} of {self.limit}{weights}"
         print(f"flexrlhf: rank {self._rank}: {error}; {restart}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ Low-rank adapters are stored by vLLM's layers, in the only slot of each, and add
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -33,7 +34,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.engines.vllm.child import PARENT, SharedViews, describe, move_to_shared
+from flexrlhf.engines.vllm.child import PARENT, SharedViews, StartErrors, describe, move_to_shared
 from flexrlhf.weights.expert_files import MIXTRAL_BLOCK, OF_EXPERTS
 from flexrlhf.weights.lora import BASE, merged_from, without_adapter
 
@@ -56,6 +57,7 @@ class RankExecutor(UniProcExecutor):
     def _init_executor(self) -> None:
         if parent := os.environ.get(PARENT):
             _end_with(int(parent))
+            logging.getLogger("vllm.v1.engine.core").addHandler(StartErrors())
             # its locks have no files, which a process that is killed would leave
             multiprocessing.set_start_method("fork", force=True)
             # a world of one rank without files or ports
