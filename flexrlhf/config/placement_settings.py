@@ -117,10 +117,6 @@ Ranks = Annotated[
 ]
 
 
-MOST_OF_SHARES = 1000
-"""Largest share of rows over the least one."""
-
-
 class PlacementEntry(StrictModel):
     """Ranks of one placed model, in the mapping form."""
 
@@ -143,12 +139,6 @@ class PlacementEntry(StrictModel):
             raise ValueError(f"ranks must be distinct and not negative, found {list(self.ranks)}")
         if self.row_shares is not None and (min(self.row_shares, default=-1) < 0 or sum(self.row_shares) == 0):
             raise ValueError("row_shares must not be negative and must not all be 0")
-        if self.row_shares is not None and min(self.row_shares) * MOST_OF_SHARES < max(self.row_shares):
-            raise ValueError(
-                f"row_shares: the least, {float(min(self.row_shares)):g}, is below 1/{MOST_OF_SHARES} of the largest, "
-                f"{float(max(self.row_shares)):g}, so that a replica would have no rows; leave its ranks out, or give "
-                f"it more"
-            )
         return self
 
 

@@ -20,7 +20,7 @@ from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.place import Degrees, check_classes, make_layout, on_devices, sharded_as_set
-from flexrlhf.placement.placed import ModelName, PlacedModel, PlacedOperator, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel, PlacedOperator, Placement, idle_warnings
 from flexrlhf.placement.ratios import Roles, assign_ranks
 from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
 
@@ -68,7 +68,7 @@ def place_operators(spec: Spec, operators: Sequence[PlacedOperator], roles: Role
             copies |= dict.fromkeys(names, model.name)
     check_classes(models, request, cluster, is_vector=False)
     _check_processes(models)
-    return Placement(tuple(models), len(cluster.devices), tuple(warnings), copies)
+    return Placement(tuple(models), len(cluster.devices), (*warnings, *idle_warnings(models)), copies)
 
 
 def _copies(

@@ -15,7 +15,7 @@ from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.by_class import on_classes
 from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
 from flexrlhf.placement.layout import Layout, generation_layout
-from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
+from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement, idle_warnings
 from flexrlhf.placement.ratios import Roles, assign_ranks, has_shadows, ratio_text, vector_text
 from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
 
@@ -33,7 +33,7 @@ def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Place
     if roles.rollout is not None:
         warnings = warnings + rollout_warnings(spec, roles.rollout)
     check_classes(models, request, cluster, is_vector)
-    return Placement(models, len(cluster.devices), tuple(warnings), reason=reason)
+    return Placement(models, len(cluster.devices), (*warnings, *idle_warnings(models)), reason=reason)
 
 
 def _rollout_on_trained_ranks(trained: PlacedModel, spec: Spec, roles: Roles, cluster: Cluster) -> PlacedModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -194,6 +194,22 @@ class PlacedModel:
             return f"rollout.{own}" if own in RolloutSpec.model_fields else f"models.{self.role}.{setting}"
         section = f".{SHADOW}" if self.is_shadow and setting in ShadowSpec.model_fields else ""
         return f"models.{self.role}{section}.{setting}"
+
+
+MOST_OF_SHARES = 1000
+"""Largest share of rows over one with which a replica has none, or next to none."""
+
+
+def idle_warnings(models: Iterable[PlacedModel]) -> list[str]:
+    """Return warnings for replicas that their shares of the rows leave without any."""
+    return [
+        f"{model.name}: replica {number} of {len(shares)} has {'hardly any' if share else 'no'} rows by row_shares, so "
+        f"that its ranks store weights and compute nothing with them"
+        for model in models
+        for shares in [model.layout.row_shares]
+        for number, share in enumerate(shares)
+        if share * MOST_OF_SHARES < max(shares)
+    ]
 
 
 @dataclass(frozen=True)

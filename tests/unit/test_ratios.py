@@ -393,6 +393,13 @@ def test_a_replica_on_one_class_is_as_fast_as_that_class() -> None:
     assert placement["reward"].layout.row_shares == (312, 312, 125, 125)
 
 
+def test_a_replica_without_rows_is_named() -> None:
+    """A share of 0 is valid: the rows are those of the other replicas."""
+    plan = placed(same(1, ref={"ratio": 1, "row_shares": [0, 3, 1, 1]}), 4)
+    assert [text.partition(" by")[0] for text in plan.warnings] == ["ref: replica 0 of 4 has no rows"]
+    assert not placed(same(1, ref={"ratio": 1, "row_shares": [1, 3, 1, 1]}), 4).warnings
+
+
 def test_row_shares_are_of_replicas() -> None:
     entry = {"ratio": 1, "row_shares": [2, 1]}
     assert placed(same(1, ref=entry), 4, "", "models.ref.tp=2")["ref"].layout.row_shares == (2, 1)

@@ -358,11 +358,6 @@ def test_every_field_of_the_optimizer_is_read() -> None:
             "data.max_response_tokens: must be less than or equal to 20000000, found 999999999999",
         ),
         (
-            "placement={actor: {ratio: 1, row_shares: [0, 1]}}",
-            "placement.actor: row_shares: the least, 0, is below 1/1000 of the largest, 1, so that a replica would "
-            "have no rows; leave its ranks out, or give it more",
-        ),
-        (
             "models.actor.shadow.lora={}",
             "models.actor.shadow: unknown key 'lora'; known: cp, dtype, engine, ep, generate_tokens, "
             "micro_batch_tokens, pp, shard, tp, zero",
