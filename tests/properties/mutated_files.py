@@ -118,3 +118,15 @@ def with_mutated_header(rng: Random, content: bytes) -> bytes:
     (size,) = struct.unpack("<Q", content[:8])
     header = json.dumps(mutated(rng, json.loads(content[8 : 8 + size]))).encode()
     return struct.pack("<Q", len(header)) + header + content[8 + size :]
+
+
+def damage_run(rng: Random, directory: Path) -> str:
+    """Damage a row of a run's files, or a whole file. Returns a description."""
+    path = rng.choice(sorted(directory.glob("*.jsonl")))
+    if rng.random() < 0.4:
+        return damage_directory(rng, directory)
+    lines = path.read_text().splitlines()
+    at = rng.randrange(len(lines))
+    lines[at] = json.dumps(mutated(rng, json.loads(lines[at])))
+    path.write_text("\n".join(lines) + "\n")
+    return f"{path}: line {at} is {lines[at][:300]}"

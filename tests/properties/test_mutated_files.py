@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 
 import pytest
-from mutated_files import damage_directory, damage_rows
+from mutated_files import damage_directory, damage_rows, damage_run
 from outcomes import Case, run_cases
 
 from flexrlhf.runs.run_directory import RunStatus, write_status
 
-SAMPLE, ALL = 30, 800
+SAMPLED, ALL = 30, 800
 FULL = [pytest.mark.full, pytest.mark.timeout(1800)]
-SIZES = pytest.mark.parametrize("count", [SAMPLE, pytest.param(ALL, marks=FULL)])
+SIZES = pytest.mark.parametrize("count", [SAMPLED, pytest.param(ALL, marks=FULL)])
 DATA = {
     "ppo.yaml": ("prompts.jsonl",),
     "sft.yaml": ("responses.json",),
@@ -64,3 +65,27 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(count: int, inputs: Pat
         return rng.choice((resume, export))
 
     run_cases(inputs, count, 7, case).check(least_refused=0.2)
+
+
+REPLAN = {"switches": True, "before": "a", "after": "b", "seconds": 2.0, "predicted_after": 1.0, "response_length": 5.0}
+CALL = {"operator": "generate", "mini_batches": [0, 2], "loss": "", "part": "", "parts": []}
+SAMPLE = {"rows": "training", "row": 0, "prompt": "a", "response": "b", "length": 1, "finished": True, "score": 0.5}
+RUN_ROWS = {
+    "metrics": {"seconds": 1.0, "reward_mean": 0.5, "rows_trained": 8.0, "staleness_0": 1.0, "rollout_restarts": 1.0},
+    "samples": SAMPLE | {"turns": [{"role": "policy", "text": "b", "reward": 1.0}]},
+    "replans": REPLAN,
+    "calls": {"calls": [CALL]},
+}
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=FULL)])
+def test_a_damaged_run_is_reported_as_far_as_it_can_be_read(count: int, inputs: Path) -> None:
+    def case(rng: Random) -> Case:
+        directory = Path("runs/small")
+        for name, row in RUN_ROWS.items():
+            lines = [json.dumps({"step": step, **row}) + "\n" for step in range(3)]
+            (directory / f"{name}.jsonl").write_text("".join(lines))
+        damage = damage_run(rng, directory)
+        return Case(rng.choice((("report", "runs/small"), ("compare", "runs/small", "runs/small"))), damage)
+
+    run_cases(inputs, count, 8, case).check(least_refused=0.0)
