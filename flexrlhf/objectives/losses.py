@@ -94,11 +94,11 @@ def policy_loss(spec: PolicySpec) -> Loss:
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
         mask, how = batch.mask, spec.loss_aggregation
+        if spec.counts_rejected:
+            totals = replace(totals, tokens=totals.sampled_tokens, sequences=totals.sampled_sequences)
         if spec.truncation == "mask-loss":
             # all responses of the mini-batch: truncated ones have no tokens that count, and are counted
             totals = replace(totals, sequences=totals.prompts * batch.samples_per_prompt)
-        if spec.counts_rejected:
-            totals = replace(totals, tokens=totals.sampled_tokens, sequences=totals.sampled_sequences)
         losses, statistics = surrogate_losses(spec, outputs, batch)
         loss = aggregate(losses, mask, how, totals)
         assert outputs.entropy is not None
