@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from flexrlhf.config.model_names import LLAMA_LIKE, MODELS
+from flexrlhf.imports.expert_settings import has_experts
 from flexrlhf.imports.parts import names_of
 from flexrlhf.imports.settings import Setting
 from flexrlhf.imports.translation import Translation
@@ -49,6 +50,8 @@ def put_lora(
     names = [] if targets is None else names_of(targets.value)
     names = [] if names in (["all-linear"], ["all_linear"]) else names
     layers = list(dict.fromkeys(_layers(names)))
+    if has_experts(out):  # whose projections are one layer
+        layers = list(dict.fromkeys("gate_up_proj" if each in _MLP[:2] else each for each in layers))
     others = [name for name in names if name in _OTHERS or not re.fullmatch(r"\w+", name)]
     for name in others:
         key = targets.key if targets is not None else ""

@@ -248,13 +248,12 @@ ROWS: dict[str, Case] = {
     "openrlhf": (
         "a.sh",
         f"{OPENRLHF}--input_key q --label_key gold --apply_chat_template --remote_rm_url http://h:5000/s,http://i:5000/s"
-        " --entropy_loss_coef 0.001 --no_advantage_std_norm --reward_clip_range -5 5 --max_samples 9",
+        " --entropy_loss_coef 0.001 --reward_clip_range -5 5 --max_samples 9",
         {
             "data.columns": {"input": "q", "label": "gold"},
             "data.chat": "always",
             "reward": {"url": ["http://h:5000/s", "http://i:5000/s"]},
             "algorithm.entropy_coefficient": 0.001,
-            "algorithm.scale": "none",
             "algorithm.reward_clip": 5,
         },
         ("--max_samples",),
@@ -300,6 +299,13 @@ ADAPTERS: dict[str, Case] = {
         f"{VERL}actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.exclude_modules=.*visual.*",
         {"models.actor.lora.targets": None},
         ("actor_rollout_ref.model.exclude_modules",),
+    ),
+    "a mixture of experts": (
+        "a.sh",
+        VERL.replace("Qwen2.5-1.5B", "Qwen3-30B-A3B")
+        + "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.target_modules=['q_proj','gate_proj','up_proj']",
+        {"models.actor.lora.targets": ["q_proj", "gate_up_proj"]},
+        (),
     ),
     "verl's names of Megatron": (
         "a.sh",
