@@ -30,6 +30,9 @@ def preset_lines(spec: Spec) -> list[str]:
         named = (cell for cell in same if cell.key.rpartition(".")[0] == section)
         settings = (f"{cell.key.rpartition('.')[2]} {shown(_there(cell, spec))}" for cell in named)
         lines += _wrapped(f"{section}: {', '.join(settings)}")
+    if (routers := trainer.routers) is not None and _value(values, routers.key) in routers.value.values():
+        section, _, name = routers.key.rpartition(".")
+        lines += _wrapped(f"{section}: {name} {shown(_value(values, routers.key))}")
     lines += _listed("written otherwise:", (_difference(cell, _value(values, cell.key), spec) for cell in others))
     return lines + _listed("not expressed here:", trainer.differs)
 

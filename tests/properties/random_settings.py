@@ -21,11 +21,17 @@ SPAN = 6
 """Random numbers without an upper limit are at most so far above the lower one."""
 
 
+APART: tuple[Any, ...] = ("apart",)
+"""In the place of examples of a setting that is drawn elsewhere, by numbers of its own: the others stay the same."""
+
+
 def random_settings(rng: Random, kind: type[StrictModel], examples: Examples, share: float) -> Raw:
     """Random settings of a section as in a YAML, each with probability ``share``; required ones always."""
     settings: Raw = {}
     for name, field in kind.model_fields.items():
         key = f"{kind.__name__}.{name}"
+        if examples.get(key) is APART:
+            continue
         if not field.is_required() and rng.random() >= share:
             continue
         if key in examples:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any, get_args
 
-from random_settings import Examples, Raw, random_settings
+from random_settings import APART, Examples, Raw, random_settings
 from random_specs import (
     INIT,
     add_tensor_parallel,
@@ -122,7 +122,8 @@ EXAMPLES: Examples = {
     "ImportanceSpec.floor": NOTHING,
     # where it goes with the others: _algorithm
     "ImportanceSpec.level": ("token", "sequence"),
-    "KlSpec.corrected": NOTHING,
+    "KlSpec.corrected": APART,
+    "RejectionSpec.denominators": APART,
     "ImportanceSpec.max_staleness": NOTHING,
     "FunctionSource.function": ("scores.py:score", "package.module:score"),
     "ServiceSource.url": URLS,
@@ -270,8 +271,9 @@ def _algorithm(rng: Random, share: float) -> Raw:
     if settings.keys() & {"top_p", "top_k", "min_response_tokens"}:
         settings["importance"] = random_settings(rng, ImportanceSpec, EXAMPLES, share)
     own = Random(repr(settings))
-    if (settings.get("importance") or {}).get("reject") and chance(own, 0.3):
-        settings["importance"]["level"] = "none"
+    if (settings.get("importance") or {}).get("reject"):
+        settings["importance"] |= {"level": "none"} if chance(own, 0.3) else {}
+        settings["importance"]["reject"] |= {"denominators": "all"} if chance(own, 0.3) else {}
     if (settings.get("kl") or {}).get("place") == "loss" and chance(own, 0.5):
         settings["kl"]["corrected"] = True
     if name == "safe-rlhf" and chance(rng, share):
