@@ -142,7 +142,9 @@ COMPLETIONS: dict[str, Raw] = {
     "cispo": _of("ppo", surrogate="cispo", prompts_per_step=7, epochs=2),
     "clip-cov": _of("ppo", surrogate="clip-cov", covariance={"share": 0.2, "lower": 0.2, "upper": 2.0}, epochs=2),
     "masked-sequences": _of("ppo", importance={"level": "sequence", "outside": "mask", "floor": 0.7, "cap": 1.4}),
-    "rejected": _of("ppo", importance={"reject": {"level": "token", "lower": 0.9, "upper": 1.1}}, kl=None),
+    "rejected": _of(
+        "ppo", importance={"level": "none", "reject": {"level": "token", "lower": 0.9, "upper": 1.1}}, kl=None
+    ),
     "rejected-sequences": _of(
         "ppo",
         importance={"level": "sequence", "reject": {"lower": 0.6, "upper": 1.6}},
@@ -264,7 +266,16 @@ ALGORITHMS: dict[str, Raw] = {
         "grpo", surrogate="clip-cov", covariance={"share": 0.2, "lower": 0.2, "upper": 2.0}, prompts_per_step=5
     ),
     "grpo-kl-cov": _of("grpo", surrogate="kl-cov", covariance={"share": 0.15, "coefficient": 0.7}, epochs=2),
-    "grpo-masked": _of("grpo", kl=None, importance={"outside": "mask", "floor": 0.9, "cap": 1.1}),
+    "grpo-masked": _of(
+        "grpo",
+        kl={**_loss_kl("k3", 0.1), "corrected": True},
+        importance={
+            "outside": "mask",
+            "floor": 0.9,
+            "cap": 1.1,
+            "reject": {"level": "geometric", "lower": 0.95, "upper": 1.05, "denominators": "all"},
+        },
+    ),
     "grpo-rejected": _of(
         "grpo",
         surrogate="kl-cov",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from reference_models import Policy, Scorer
 from reference_responses import CRITICS, Response
-from reference_surrogates import surrogate
+from reference_surrogates import ratio_of, surrogate
 from reference_terms import Terms
 from torch import Tensor
 
@@ -43,15 +43,27 @@ def policy_loss(spec: Spec, actor: Policy, responses: list[Response], terms: Ter
     for response in responses:
         logprobs, entropy = map(response.of_sampled, actor.logprobs(response.prompt, response.text))
         kept = torch.tensor(response.kept or [True] * len(response.tokens))
-        losses.append(surrogate(policy, response, logprobs, kept, terms))
-        entropies.append(entropy[kept])
+        losses.append(counted(policy, surrogate(policy, response, logprobs, kept, terms), kept))
+        entropies.append(counted(policy, entropy[kept], kept))
         terms.add("entropy", entropy[kept])
         if policy.kl is not None and policy.kl.place == "loss":
-            log_ratio = logprobs - torch.tensor(response.ref_logprobs)
-            penalties.append(policy.kl.coefficient * kl_of_tokens(policy.kl, log_ratio)[kept])
+            penalty = kl_of_tokens(policy.kl, logprobs - torch.tensor(response.ref_logprobs))
+            if policy.kl.corrected:
+                # DeepSeek-V3.2, section 3.1
+                penalty = penalty * ratio_of(policy, logprobs - torch.tensor(response.logprobs), kept)
+            penalties.append(counted(policy, policy.kl.coefficient * penalty[kept], kept))
     how = policy.loss_aggregation
-    bonus = policy.entropy_coefficient * aggregate(entropies, how, longest)
+    of_entropy = how if policy.entropy_aggregation == "loss" else policy.entropy_aggregation
+    bonus = policy.entropy_coefficient * aggregate(entropies, of_entropy, longest)
     return aggregate(losses, how, longest) - bonus + aggregate(penalties, how, longest)
+
+
+def counted(policy: PolicySpec, values: Tensor, kept: Tensor) -> Tensor:
+    """The values of the tokens that are kept, among zeros for the rejected ones if a mean divides by these, too."""
+    reject = None if policy.importance is None else policy.importance.reject
+    if reject is None or reject.denominators == "kept":
+        return values
+    return torch.zeros(len(kept)).masked_scatter(kept, values)
 
 
 def kl_of_tokens(kl: KlSpec, log_ratio: Tensor) -> Tensor:

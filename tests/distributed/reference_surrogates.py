@@ -68,6 +68,8 @@ def importance_of(policy: PolicySpec, response: Response, kept: Tensor, terms: T
     settings = policy.importance
     if settings is None:
         return torch.tensor([1.0])
+    if settings.level == "none":
+        return torch.ones(len(kept))
     ratios = importance_ratios(settings.level, response)
     weights = [min(ratio, settings.cap) for ratio in ratios]
     is_outside = [ratio > settings.cap for ratio in ratios]
