@@ -36,7 +36,7 @@ COMMANDS = ("run", "join", "doctor", "profile", "verify")
 """Commands that start ranks; Ctrl-C ends the others without a word."""
 AGAIN_SECONDS = 1.0
 """Time in which signals after the first one count as the same."""
-SWALLOWED_SECONDS = 10.0
+SWALLOWED_SECONDS = 5.0
 """Time after which an end that a library has prevented is tried again."""
 
 
@@ -61,6 +61,7 @@ def exit_code(number: int) -> int:
 class Ending:
     """Handler that raises an exception, one for all signals that come at once.
 
+    number:  of the first signal; 0 before any.
     is_over: whether it raises no more, since the command ends by a signal that another handler has got.
     """
 
@@ -71,7 +72,7 @@ class Ending:
         is_repeated:  whether it is raised again if the process has not ended by then.
         """
         self._make, self._is_repeated = make, is_repeated
-        self._number, self._raised = 0, -AGAIN_SECONDS
+        self.number, self._raised = 0, -AGAIN_SECONDS
         self.is_over = False
 
     def __call__(self, number: int, _: FrameType | None) -> None:
@@ -79,10 +80,10 @@ class Ending:
         now = time.monotonic()
         if self.is_over or now - self._raised < AGAIN_SECONDS:
             return
-        self._number, self._raised = self._number or number, now
+        self.number, self._raised = self.number or number, now
         if self._is_repeated:
             signal.setitimer(signal.ITIMER_REAL, SWALLOWED_SECONDS)
-        raise self._make(self._number)
+        raise self._make(self.number)
 
 
 def handle(handler: Handler) -> None:
@@ -93,6 +94,13 @@ def handle(handler: Handler) -> None:
         is_ignored = number == signal.SIGHUP and before is signal.SIG_IGN
         if not is_ignored and (number in SENT or is_ours or before is signal.SIG_DFL):
             signal.signal(number, handler)
+
+
+def check_stopped() -> None:
+    """Raise StopSignal again if a signal has raised it and a library, or the end of an object, has caught it."""
+    before = signal.getsignal(signal.SIGTERM)
+    if isinstance(before, Ending) and before.number:
+        raise StopSignal(before.number)
 
 
 def end_by_another() -> Callable[[], None]:

@@ -33,7 +33,7 @@ from flexrlhf.placement.hosts import NVIDIA_DRIVER, ON_CPUS, Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS, OWN, SHARED, RunOrder
 from flexrlhf.runs.run_directory import read_status
-from flexrlhf.signals import SAVING, Ending, StopSignal, end_by_another, handled, sentence_of
+from flexrlhf.signals import SAVING, Ending, StopSignal, check_stopped, end_by_another, handled, sentence_of
 from flexrlhf.text import counted
 from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
 from flexrlhf.user_code.process_directories import process_directory
@@ -158,6 +158,7 @@ def saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
 
     A second SIGTERM, and every other signal, ends the ranks at once.
     """
+    check_stopped()
     end, silence_command = Ending(_end_of_ranks), end_by_another()
 
     def request(number: int, frame: FrameType | None) -> None:

@@ -33,7 +33,7 @@ from flexrlhf.config.setting_list import keys_from, setting_sections
 from flexrlhf.config.spec_file import load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import prepare_corpus
-from flexrlhf.signals import Ending, StopSignal, handled
+from flexrlhf.signals import Ending, StopSignal, check_stopped, handled
 
 Invoke = Callable[..., str]
 
@@ -216,6 +216,10 @@ def test_a_script_keeps_its_own_handlers_of_signals_that_nobody_sends_to_it() ->
             with pytest.raises(StopSignal, match=r"^stopped by SIGUSR1 before"):
                 os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTERM)
+            # whoever has caught it, no rank starts
+            with pytest.raises(StopSignal, match=r"^stopped by SIGUSR1 before"):
+                check_stopped()
+        check_stopped()
         assert signal.getsignal(signal.SIGUSR2) is own[1]
     finally:
         signal.signal(signal.SIGALRM, own[0])
