@@ -90,7 +90,8 @@ def lane_layout(num_parts: int, num_lanes: int, between: int, top: int) -> tuple
     between, top:  pixels above a further part, and above the first one
     """
     plotted = num_parts * LANE * num_lanes + (num_parts - 1) * between
-    return plotted + top + BOTTOM, between / plotted
+    # one part has nothing above it, and one lane is less than that
+    return plotted + top + BOTTOM, between / plotted if num_parts > 1 else 0.0
 
 
 def add_part_title(figure: go.Figure, title: str, number: int, above: int) -> None:
