@@ -49,7 +49,7 @@ def _without_surrogates(value: Any) -> Any:
 
 
 @dataclass
-class RowFile:
+class RowReader:
     """Rows of a jsonl file, read anew in each pass: a long run has more than the memory.
 
     path:     of the file
@@ -119,10 +119,10 @@ class FileReader:
             self.damaged(f"{path} cannot be read ({reason})")
             return default
 
-    def rows(self, name: str, form: TypeAdapter[Any], take: Callable[[RowFile], Read], default: Read) -> Read:
+    def rows(self, name: str, form: TypeAdapter[Any], take: Callable[[RowReader], Read], default: Read) -> Read:
         """Return ``take`` of the rows of a jsonl file, with a sentence on damaged rows; ``default`` where it cannot be
         read."""
-        file = RowFile(self.directory / name, form)
+        file = RowReader(self.directory / name, form)
         taken = self.value(name, lambda _: take(file), default)
         if file.damaged:
             verb = "is" if file.damaged == 1 else "are"

@@ -14,7 +14,7 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError, nearest, one_line
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.report.file_reader import DAMAGE, FileReader, Row, RowFile, read_json
+from flexrlhf.report.file_reader import DAMAGE, FileReader, Row, RowReader, read_json
 from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.row_forms import CALLS_ROW, FACTS, FAILURE_RECORD, METRIC_ROW, REPLAN_ROW, SAMPLE_ROW
 from flexrlhf.runs.flight_log import ENDED, FAILURE, FLIGHT, TERMINATED, TIMELINE, logged_spans
@@ -116,15 +116,15 @@ def read_contents(directory: Path) -> RunContents:
 _NONE: tuple[Row, ...] = ()
 
 
-def _all(file: RowFile) -> tuple[Row, ...]:
+def _all(file: RowReader) -> tuple[Row, ...]:
     return tuple(file)
 
 
-def _last_two(file: RowFile) -> tuple[Row, ...]:
+def _last_two(file: RowReader) -> tuple[Row, ...]:
     return tuple(deque(file, maxlen=2))
 
 
-def _checked(file: RowFile) -> Iterable[Row]:
+def _checked(file: RowReader) -> Iterable[Row]:
     """Return ``file``, whose damaged rows have been counted."""
     deque(file, maxlen=0)
     return file

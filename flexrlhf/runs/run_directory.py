@@ -144,7 +144,7 @@ def writing_to(directory: Path) -> Iterator[None]:
         raise RunStopped(f"{where}: cannot be written ({error.strerror or error})") from None
 
 
-class RowFile:
+class RowWriter:
     """A jsonl file of a run that this process alone appends to.
 
     It stays open: if it is removed or replaced meanwhile, the rows so far are written again, and another file in its

@@ -19,7 +19,7 @@ from flexrlhf.metrics import Triple, add, evaluate
 from flexrlhf.operators.outcomes import CARRIED, FROZEN, IN_FLIGHT, OUTCOMES, row_metric
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.runs.flight_log import TIMELINE
-from flexrlhf.runs.run_directory import METRICS, RowFile
+from flexrlhf.runs.run_directory import METRICS, RowWriter
 from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.text import span_of
 from flexrlhf.timeline import SPANS, Timeline, saved_spans, write_trace
@@ -63,7 +63,7 @@ class ResultsWriter(Observer):
         self.recorder, self.work = recorder, work
         self.next_step = start.next_step
         """The first step whose row of metrics is not written."""
-        self._files = {name: RowFile(directory / name) for name in (METRICS, ROWS, SAMPLES)}
+        self._files = {name: RowWriter(directory / name) for name in (METRICS, ROWS, SAMPLES)}
         self._directory, self._loggers, self._send, self._start = directory, loggers, send, start
         self._prompts = prompts
         self._plan, self._world, self._store = recorder.plan, recorder.world, recorder.store

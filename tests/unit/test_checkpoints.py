@@ -34,7 +34,7 @@ from flexrlhf.runs.manifest import (
 )
 from flexrlhf.runs.resume import resume_runs
 from flexrlhf.runs.run_directory import (
-    RowFile,
+    RowWriter,
     RunStatus,
     moved_run,
     prepare_directory,
@@ -445,7 +445,7 @@ def test_rows_that_are_removed_or_replaced_are_written_again(
     path = tmp_path / "run" / "metrics.jsonl"
     path.parent.mkdir()
     path.write_text("0\n")
-    file = RowFile(path)
+    file = RowWriter(path)
     file.append("1\n")
     path.unlink()
     file.append("2\n")
