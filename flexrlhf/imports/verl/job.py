@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from flexrlhf.config.model_names import MODELS
 from flexrlhf.errors import UserError
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import (
     machines,
-    num_devices,
     put_apart,
     put_cluster,
     put_vllm,
 )
 from flexrlhf.imports.expert_settings import (
-    NO_MEGATRON,
-    NO_SPLIT,
-    has_experts,
-    put_expert_ranks,
-    put_megatron_losses,
     put_router_replay,
 )
 from flexrlhf.imports.parts import (
@@ -31,9 +23,7 @@ from flexrlhf.imports.parts import (
     put_model,
     put_name,
     put_needed_model,
-    put_offloaded_activations,
     put_optimizer,
-    put_recomputation,
     sizes_of,
     split_length,
     updates_of,
@@ -45,6 +35,14 @@ from flexrlhf.imports.verl.algorithm import put_algorithm
 from flexrlhf.imports.verl.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.verl.run import put_run, put_supervised_columns
 from flexrlhf.imports.verl.scores import put_scores
+from flexrlhf.imports.verl.splits import (
+    SPLITS,
+    TYPES,
+    put_engine,
+    put_other_roles,
+    put_saved_activations,
+    put_splits,
+)
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _SIZES = sizes_of("verl", "ppo")
@@ -81,17 +79,6 @@ _OPTIMIZER = {
     "final_ratio": ("optim.min_lr_ratio",),
     "max_grad_norm": ("grad_clip", "optim.clip_grad"),
 }
-_TYPES = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float32": "float32",
-}
-_SPLITS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
-_OTHER_ENGINES = ("veomni", "torchtitan", "automodel", "mlite", "turbo")
 
 
 def translate(out: Translation, job: JobSettings, program: str) -> None:
@@ -135,11 +122,11 @@ def _reinforced(out: Translation, job: JobSettings, program: str) -> None:
     elif cut is not None and cut.value in ("left", "right"):
         out.put("data.long_prompts", f"truncate-{cut.value}", cut)
     put_scores(out, job)
-    engine = _engine(out, job, program)
+    engine = put_engine(out, job, program)
     _devices(out, job, program)
-    _parallel(out, job, engine, _A)
+    put_splits(out, job, engine, _A)
     _micro_batch(out, job, tokens, "all", _A)
-    _other_roles(out, job, engine)
+    put_other_roles(out, job, engine)
     if out.value("algorithm.name") == "ppo":
         _critic(out, job, engine, tokens)
     _rollout(out, job, prompts * samples, tokens)
@@ -199,127 +186,6 @@ def _stored_adapters(out: Translation, base: Setting, adapters: Setting) -> None
     )
 
 
-def _engine(out: Translation, job: JobSettings, program: str) -> str:
-    """Write the engine of all models and return it."""
-    keys = ("model_engine", "engine", f"{_A}strategy", f"{_A}fsdp_config.strategy", "config-name")
-    words = [each for key in keys if (each := job.get(key)) is not None]
-    other = next((each for each in words if any(name in str(each.value) for name in _OTHER_ENGINES)), None)
-    source = next((each for each in words if "megatron" in str(each.value)), None)
-    if other is not None:
-        out.drop(other, "an engine that is not here; torch with shards stands for it")
-    elif source is not None or any(".megatron.tensor_model" in key or ".megatron.pipeline" in key for key in job.found):
-        if has_experts(out):
-            out.drop(source or Setting("actor.megatron", "settings"), NO_MEGATRON)
-            return "torch"
-        out.put("models.all.engine", "megatron", source or "settings of actor.megatron")
-        out.put("models.all.zero", 1, "use_distributed_optimizer (verl's default)")
-        out.put("models.all.dtype", "bfloat16", "Megatron's type in verl")
-        return "megatron"
-    return "torch"
-
-
-def _parallel(out: Translation, job: JobSettings, engine: str, prefix: str) -> None:
-    """Write how the actor, or the model of an SFT, is split, and its adapters."""
-    recomputes = job.truth(f"{_M}enable_gradient_checkpointing", "model.enable_gradient_checkpointing")
-    if engine == "megatron":
-        for name, own in _SPLITS.items():
-            out.put_same(f"models.all.{name}", job.count(f"{prefix}megatron.{own}", f"{prefix}{own}"))
-        granularity = job.get(f"{prefix}megatron.override_transformer_config.recompute_granularity")
-        recomputes = granularity if granularity is not None and granularity.value == "full" else None
-        if recomputes is None:
-            out.drop(granularity, "activations of whole layers are computed again")
-    else:
-        out.put("models.all.engine", "torch", "FSDP")
-        reshards = job.get(f"{prefix}fsdp_config.reshard_after_forward")
-        shard = job.real(f"{prefix}fsdp_config.fsdp_size")
-        stays = reshards is not None and not is_true(reshards.value)
-        out.put("models.all.zero", 2 if stays else 3, reshards if stays else "FSDP shards parameters")
-        _types(out, job, prefix)
-        if shard is not None and 0 < shard.value < num_devices(out):
-            if shard.value == out.value("cluster.nodes")[0]["devices"]:
-                out.put("models.all.shard", "node", shard)
-            else:
-                out.drop(shard, "shards are over all devices of a model or of a node")
-        _split_sequences(out, job, prefix)
-        _experts(out, job, prefix)
-    put_recomputation(out, recomputes, "no recompute_granularity" if engine == "megatron" else "it is false")
-    if engine != "megatron":
-        _save_activations(out, job, "actor", _M, "model.")
-    names = [(f"{_M}{key}", f"model.{key}") for key in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha")]
-    targets = job.listed(f"{_M}target_modules", "model.target_modules", f"{_M}lora.target_modules")
-    rank = job.count(f"{prefix}lora_rank", *names[0]) or job.count(*names[1])
-    excluded = job.listed(f"{_M}exclude_modules", "model.exclude_modules", f"{_M}lora.exclude_modules")
-    put_lora(out, "actor", rank, job.number(*names[2], *names[3]), targets, excluded)
-
-
-def _types(out: Translation, job: JobSettings, prefix: str) -> None:
-    """Write the type of passes; weights that are trained have 32 bits."""
-    kept = job.get(f"{prefix}fsdp_config.model_dtype", f"{prefix}model_dtype")
-    used = job.get(f"{prefix}fsdp_config.dtype", f"{prefix}fsdp_config.mixed_precision.param_dtype", f"{prefix}dtype")
-    name = _TYPES.get("bf16" if used is None else str(used.value))
-    if name is None:
-        out.drop(used, "types are bfloat16, float16 and float32")
-    out.put("models.all.dtype", name or "bfloat16", used if name else None, "FSDP's mixed precision")
-    is_same = kept is None or _TYPES.get(str(kept.value)) == "float32"
-    out.drop(kept, "weights that are trained have 32 bits", matters=not is_same)
-
-
-def _experts(out: Translation, job: JobSettings, prefix: str) -> None:
-    """Write the ranks that share experts, and the losses of routers; Megatron's other splits are listed."""
-    sections = [f"{prefix}{each}" for each in ("megatron.", "veomni.", "", "fsdp_config.")]
-    sizes = ("expert_model_parallel_size", "expert_parallel_size", "ep_size")
-    put_expert_ranks(out, job.count(*(section + size for section in sections for size in sizes)))
-    references = (f"actor_rollout_ref.ref.{section}expert_" for section in ("megatron.", "veomni.", ""))
-    job.pass_over("the reference is split as the actor is", *references)
-    for section in sections[::2]:
-        put_megatron_losses(out, job, f"{section}override_transformer_config.")
-        for own in _SPLITS.values() if has_experts(out) else ():
-            size = job.count(section + own)
-            if size is not None and size.value > 1:
-                out.drop(size, NO_SPLIT)
-
-
-def _save_activations(out: Translation, job: JobSettings, role: str, *prefixes: str) -> None:
-    """Write activations of a role in host memory, and MLPs in tiles, which the reference has with the actor."""
-    put_offloaded_activations(out, job.truth(*(f"{prefix}enable_activation_offload" for prefix in prefixes)), role)
-    tiles = [f"{prefix}tiled_mlp." for prefix in prefixes]
-    if (tiled := job.truth(*(f"{prefix}enabled" for prefix in tiles))) is not None:
-        out.put(f"models.{role}.tiled_mlp", True, tiled)
-        parts = job.get(*(f"{prefix}num_shards" for prefix in tiles))
-        out.drop(parts, "a tile has about as many tokens as the model has hidden features")
-
-
-def _split_sequences(out: Translation, job: JobSettings, prefix: str) -> None:
-    """Write ranks that share a sequence as context-parallel ones, as far as heads and the ranks of a node divide."""
-    key, sizes = "ulysses_sequence_parallel_size", MODELS.get(out.value("models.actor.init") or "", {})
-    setting, per_node = job.count(prefix + key, key), job.count("--nproc_per_node", "trainer.n_gpus_per_node")
-    if setting is None:
-        return
-    size = math.gcd(setting.value, sizes.get("num_attention_heads", setting.value), per_node.value if per_node else 8)
-    if size > 1:
-        out.put("models.all.cp", size, setting)
-        out.put("models.all.context_parallel", "ulysses", setting)
-        job.pass_over("other roles are split as the actor is", f"actor_rollout_ref.ref.{key}", f"critic.{key}")
-    elif setting.value > 1:
-        job.read.discard(setting.key)
-
-
-def _other_roles(out: Translation, job: JobSettings, engine: str) -> None:
-    """Write settings in which the reference and the critic differ from the actor."""
-    roles = {
-        "ref": ("actor_rollout_ref.ref.", "algorithm.kl.place" in out.lines),
-        "critic": ("critic.", out.value("algorithm.name") == "ppo"),
-    }
-    for role, (prefix, is_there) in roles.items():
-        sizes = {key: job.count(f"{prefix}megatron.{own}") for key, own in _SPLITS.items()}
-        for key, size in sizes.items() if is_there and engine == "megatron" else ():
-            if size is not None and size.value != out.value(f"models.all.{key}"):
-                out.put(f"models.{role}.{key}", size.value, size)
-        job.pass_over("as of all models", *(f"{prefix}megatron.{own}" for own in _SPLITS.values()))
-        if not is_there:
-            job.pass_over(f"there is no {role}", prefix)
-
-
 def _critic(out: Translation, job: JobSettings, engine: str, tokens: int) -> None:
     rank, alpha = job.count("critic.model.lora_rank"), job.number("critic.model.lora_alpha")
     targets, excluded = (job.listed(f"critic.model.{key}_modules") for key in ("target", "exclude"))
@@ -336,7 +202,7 @@ def _critic(out: Translation, job: JobSettings, engine: str, tokens: int) -> Non
         out.put("models.critic.activation_checkpointing", is_true(recomputes.value), recomputes)
     job.pass_over("as of the actor", "critic.model.enable_gradient_checkpointing")
     if engine != "megatron":
-        _save_activations(out, job, "critic", "critic.model.")
+        put_saved_activations(out, job, "critic", "critic.model.")
 
 
 def _micro_batch(out: Translation, job: JobSettings, tokens: int, role: str, prefix: str) -> None:
@@ -370,7 +236,7 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None
     name = job.get(f"{_R}name")
     out.put("rollout.special_tokens", "skip", "its reward managers' texts have none")
     if put_router_replay(out, _router_replay(out, job)):
-        of_vllm = (f"{_R}{each}" for each in (*_SPLITS.values(), "gpu_memory_utilization", "expert_parallel"))
+        of_vllm = (f"{_R}{each}" for each in (*SPLITS.values(), "gpu_memory_utilization", "expert_parallel"))
         job.pass_over("of vLLM, where transformers generates", *of_vllm)
         return
     if name is not None and name.value == "hf":
@@ -380,9 +246,9 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None
     if name is not None and name.value != "vllm":
         out.note(f"{name.value} generates there ({name.key}), vLLM here")
     kind = job.get(f"{_R}dtype")
-    if kind is not None and _TYPES.get(str(kind.value)) != out.value("models.all.dtype") and str(kind.value) in _TYPES:
-        out.put("rollout.dtype", _TYPES[str(kind.value)], kind)
-    tp, pp = (job.count(f"{_R}{own}") for own in _SPLITS.values())
+    if kind is not None and TYPES.get(str(kind.value)) != out.value("models.all.dtype") and str(kind.value) in TYPES:
+        out.put("rollout.dtype", TYPES[str(kind.value)], kind)
+    tp, pp = (job.count(f"{_R}{own}") for own in SPLITS.values())
     put_vllm(out, tp, pp, job.number(f"{_R}gpu_memory_utilization"), rows, tokens)
     bypass = job.truth("algorithm.rollout_correction.bypass_mode")
     if bypass is not None and "algorithm.importance.level" not in out.lines:
@@ -415,7 +281,7 @@ def _supervised(out: Translation, job: JobSettings) -> None:
     put_optimizer(out, job, "actor", _OPTIMIZER)
     sources = job.count("--nnodes", "trainer.nnodes"), job.count("--nproc_per_node", "trainer.n_gpus_per_node")
     put_cluster(out, [machines(out, job, *sources)], *sources)
-    _parallel(out, job, _engine(out, job, "sft"), "engine.")
+    put_splits(out, job, put_engine(out, job, "sft"), "engine.")
     rows, most = job.count("data.micro_batch_size_per_gpu"), job.count("data.max_token_len_per_gpu")
     most = most if job.truth("data.use_dynamic_bsz") else None
     put_micro_batch(out, rows, tokens, most)
