@@ -217,6 +217,8 @@ PENALTIES: dict[str, Case] = {
         f"{GRPO}num_processes: 3\nmax_steps: 9\nuse_vllm: true\nvllm_device: auto\n",
         {
             "algorithm.kl.coefficient": 0.04,
+            "algorithm.kl.corrected": False,
+            "algorithm.importance.level": None,
             "algorithm.temperature": 0.9,
             "algorithm.prompts_per_step": 3,
             "placement.actor\0rollout.ranks": [3],

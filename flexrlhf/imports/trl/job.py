@@ -78,6 +78,8 @@ _DEFAULTS_BEFORE: dict[str, Any] = {
     "loss_type": "grpo",
     "gradient_checkpointing": False,
     "vllm_gpu_memory_utilization": 0.9,
+    "vllm_importance_sampling_correction": False,
+    "use_bias_correction_kl": False,
 }
 """Defaults of these versions, where later ones have others."""
 _TARGETS = Setting("lora_target_modules", ["q_proj", "v_proj"], default=True)
