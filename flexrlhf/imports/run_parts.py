@@ -138,11 +138,12 @@ def check_evaluation(out: Translation) -> None:
     """Leave out an evaluation that would sample from a model that Megatron trains, which does not generate here."""
     samples = out.value("algorithm.samples_per_prompt") is not None or out.value("rollout.engine") is not None
     if samples and "eval.path" in out.lines and out.value("models.all.engine") == "megatron":
-        path, source = out.lines["eval.path"]
-        for key in [key for key in out.lines if key.startswith("eval.")]:
-            del out.lines[key]
         why = "an evaluation samples from the trained copy, which Megatron does not here: eval with engine torch"
-        out.drop(Setting(source.partition(",")[0].partition("=")[0], path), why, matters=False)
+        for key in [key for key in out.lines if key.startswith("eval.")]:
+            value, source = out.lines.pop(key)
+            for part in source.split(", "):
+                if not part.endswith("default)"):
+                    out.drop(Setting(part.partition("=")[0], value), why, matters=False)
 
 
 def put_checkpoints(out: Translation, every: Setting | None, keep: Setting | None) -> None:

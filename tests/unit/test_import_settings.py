@@ -460,4 +460,6 @@ def test_megatron_has_no_evaluation_that_samples(tmp_path: Path) -> None:
     out = job(tmp_path, "a.sh", f"{evaluated} actor_rollout_ref.actor.strategy=megatron")
     assert not [key for key in out.lines if key.startswith("eval.")]
     assert "which Megatron does not here" in out.report()
+    listed = {each.setting.key for each in out.left_out}
+    assert {"data.val_files", "trainer.test_freq"} <= listed
     make_plan(parse_spec(out.tree(), "a.sh"))
