@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ABSENT = ("flash_attn", "vllm")
-"""Packages of GPU kernels and servers, which OpenRLHF imports and the compared functions never call."""
+ABSENT = ("flash_attn", "vllm", "swanlab", "trackio")
+"""Packages of GPU kernels, servers and loggers, which engines import and the compared functions never call."""
 
 
 OF_THE_FOLDER = ("antlr4",)

@@ -42,10 +42,12 @@ class Job:
     """A job file with a setting whose meaning is compared.
 
     about:     the setting, as the file has it
-    command:   the command that starts the job
+    command:   the command that starts the job, or the text of its YAML
     says:      words by which the report of the translation says that the values differ; empty: they are equal
     preset:    settings of ``algorithm`` whose preset is compared with the job; None: the job's translation is
     is_first:  whether it is the first update of a step, whose ratios are 1: gradients are compared, not the losses
+    file:      name of the file
+    finishes:  whether all responses finish
     """
 
     about: str
@@ -53,6 +55,8 @@ class Job:
     says: str = ""
     preset: Mapping[str, Any] | None = None
     is_first: bool = False
+    file: str = "job.sh"
+    finishes: bool = False
 
     @property
     def name(self) -> str:
@@ -90,7 +94,7 @@ def make_inputs(job: Job, scale: float = 1.0) -> Inputs:
     order = torch.randperm(half, generator=generator)
     lengths = torch.randint(1, LENGTH + 1, (half,), generator=generator)
     lengths[0] = LENGTH
-    finished = torch.rand(half, generator=generator) > 0.25
+    finished = (torch.rand(half, generator=generator) > 0.25) | job.finishes
     lengths, finished = torch.cat([lengths, lengths[order]]), torch.cat([finished, finished[order]])
     noise = torch.randn(ROWS, LENGTH, generator=generator, dtype=torch.float64)
     mask = (torch.arange(LENGTH) < lengths[:, None]).long()
@@ -114,6 +118,8 @@ def update_of(spec: Spec, inputs: Inputs) -> Losses:
         "rollout_logprobs": inputs.rollout_logprobs,
         "values": sample.values,
     }
+    if isinstance(spec.algorithm, SampledSpec) and spec.rollout.logprobs == "reuse":
+        columns["logprobs"] = inputs.rollout_logprobs
     columns |= {f"{name}.{MISMATCHED}": columns[name] for name in ("logprobs", "ref_logprobs", "loss_mask")}
     state = first_state(spec.algorithm) if isinstance(spec.algorithm, PolicySpec) else {}
     context = CombineContext(MINI_BATCHES, Alone(), state)
@@ -167,7 +173,7 @@ def settings_of_job(job: Job) -> tuple[Spec, str]:
         raw = {"name": "a", "algorithm": algorithm, "models": models, "data": {"path": "data"}}
         return parse_spec(raw, "a"), ""
     with TemporaryDirectory() as folder:
-        file = Path(folder, "job.sh")
+        file = Path(folder, job.file)
         file.write_text(job.command + "\n")
         found = translated(file)
     return parse_spec(read_yaml(found.text()), found.file), found.report()

@@ -19,13 +19,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import openrlhf_updates, trl_updates, verl_updates
+from benchmarks.peers import areal_updates, openrlhf_updates, trl_updates, verl_updates
 from benchmarks.peers.comparison import TOLERANCE
 from benchmarks.peers.packages import use_packages
 from benchmarks.peers.updates import Inputs, Job, Losses, difference, digest, effects, settings_of_job, update_of
 from flexrlhf.errors import UserError
 
-PEERS: Mapping[str, Any] = {"trl": trl_updates, "verl": verl_updates, "openrlhf": openrlhf_updates}
+PEERS: Mapping[str, Any] = {
+    "trl": trl_updates,
+    "verl": verl_updates,
+    "openrlhf": openrlhf_updates,
+    "areal": areal_updates,
+}
 """Package → its module here, with ``jobs`` and ``losses_of``."""
 RECORDED = Path(__file__).parents[2] / "tests" / "fixtures" / "peer_values.json"
 

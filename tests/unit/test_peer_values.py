@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers import openrlhf_updates, trl_updates, verl_updates
+from benchmarks.peers import areal_updates, openrlhf_updates, trl_updates, verl_updates
 from benchmarks.peers.comparison import TOLERANCE
 from benchmarks.peers.updates import Job, digest, digests_apart, effects, make_inputs, settings_of_job, update_of
 from benchmarks.peers.values import RECORDED
 from flexrlhf.errors import UserError
 
-MODULES = {"trl": trl_updates, "verl": verl_updates, "openrlhf": openrlhf_updates}
+MODULES = {"trl": trl_updates, "verl": verl_updates, "openrlhf": openrlhf_updates, "areal": areal_updates}
 JOBS = [(package, job) for package, module in MODULES.items() for job in module.jobs()]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from flexrlhf.config.spec import MAX_LAG
 from flexrlhf.errors import UserError
 from flexrlhf.imports.adapter_parts import put_lora
+from flexrlhf.imports.areal.algorithm import put_algorithm
 from flexrlhf.imports.areal.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
 from flexrlhf.imports.expert_settings import NO_MEGATRON, has_experts, put_expert_ranks
@@ -25,7 +26,6 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
-from flexrlhf.imports.ratio_bounds import put_cap, put_floor
 from flexrlhf.imports.row_parts import drop_uses_of_rows
 from flexrlhf.imports.run_parts import put_checkpoints, put_evaluation, put_length, put_loggers, put_run_name, put_seed
 from flexrlhf.imports.score_parts import put_scored_by_code
@@ -44,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     "actor.discount": 1.0,
     "actor.gae_lambda": 1.0,
     "actor.reward_clip": 20.0,
+    "actor.max_new_tokens": 1024,
     "critic.eps_clip": 0.5,
     "actor.lora_rank": 32,
     "actor.lora_alpha": 16,
@@ -97,7 +98,7 @@ def translate(out: Translation, job: JobSettings) -> None:
     if job.starts("teacher."):
         raise UserError(f"{out.file}: distillation from a teacher has no counterpart")
     generates = job.starts("gconfig.")
-    name = _sampled(out, job) if generates else _supervised(out, job)
+    name = put_algorithm(out, job) if generates else _supervised(out, job)
     out.note("AReaL's defaults are no preset here: settings that the file and this YAML leave out have this project's")
     role = "reward" if name == "reward" else "actor"
     out.put_same("algorithm.prompts_per_step", job.count("train_dataset.batch_size"))
@@ -161,84 +162,6 @@ def _supervised(out: Translation, job: JobSettings) -> str:
     if name == "dpo":
         put_reals(out, job, {"beta": "actor.beta"})
     return name
-
-
-def _sampled(out: Translation, job: JobSettings) -> str:
-    """Write an algorithm that samples responses; return its name."""
-    mean, std = job.get("actor.reward_norm.mean_level"), job.get("actor.reward_norm.std_level")
-    others, level = job.truth("actor.reward_norm.mean_leave1out"), job.get("actor.importance_sampling_level")
-    samples = job.count("gconfig.n_samples")
-    number = samples.value if samples else 1
-    compares = mean is not None and mean.value == "group" and number > 1
-    has_critic = job.starts("critic.")
-    name = "ppo" if has_critic else "grpo" if compares else "reinforce++"
-    of_sequence = level if compares and level is not None and level.value == "sequence" else None
-    name = "gspo" if of_sequence else name
-    out.put("algorithm.name", name, "critic:" if has_critic else mean or "no actor.reward_norm", of_sequence)
-    out.put("algorithm.samples_per_prompt", number, samples)
-    if not compares:
-        out.drop(mean, "scores are compared in groups of several responses alone")
-    if name in ("grpo", "gspo"):
-        scale = "group" if std is not None and std.value == "group" else "none"
-        out.put("algorithm.scale", scale, std or "std_level: null")
-        if scale == "none":
-            out.drop(std, "scores are scaled in groups or not at all")
-        out.put("algorithm.baseline", "others" if others else "mean", others or mean)
-        whitened = job.get("actor.adv_norm.mean_level")
-        out.drop(whitened, "advantages of a group are not whitened over the batch again")
-    else:
-        whitened = job.get("actor.adv_norm.std_level")
-        out.put("algorithm.whiten", "batch" if whitened is not None else "none", whitened or "no actor.adv_norm")
-        put_reals(out, job, {"gamma": "actor.discount"})
-    if name == "ppo":
-        put_reals(out, job, {"gae_lambda": "actor.gae_lambda", "value_clip": "critic.eps_clip"})
-    elif (decay := job.real("actor.gae_lambda")) is not None and decay.value != 1:
-        out.drop(decay, "without a critic advantages are the same at all tokens here")
-    if job.value("actor.reward_norm.group_size") == number:
-        job.pass_over("of the responses to a prompt", "actor.reward_norm.group_size")
-    out.put_same("algorithm.num_mini_batches", job.count("actor.ppo_n_minibatches"))
-    penalty, estimator = job.number("actor.kl_ctl"), job.get("actor.kl_estimator")
-    if penalty is None:
-        out.put("algorithm.kl", None, job.get("actor.kl_ctl"))
-    else:
-        out.put("algorithm.kl.place", "reward", "AReaL's place")
-        out.put_real("algorithm.kl.coefficient", penalty)
-        out.put_same("algorithm.kl.estimator", estimator)
-    low, high = job.number("actor.eps_clip"), job.number("actor.eps_clip_higher")
-    out.put_real("algorithm.clip_low", low)
-    out.put_real("algorithm.clip_high", high or low)
-    own = {"dual_clip": "actor.c_clip", "reward_clip": "actor.reward_clip", "temperature": "gconfig.temperature"}
-    put_reals(out, job, own)
-    if (least := job.real("gconfig.min_new_tokens")) is not None and least.value >= 0:
-        out.put("algorithm.min_response_tokens", int(least.value), least)
-    if (decoupled := job.truth("actor.use_decoupled_loss")) is not None:
-        job.pass_over("log-probs of the policy that trains are computed", "actor.recompute_logprob")
-        _weights(out, job, decoupled)
-    return name
-
-
-def _weights(out: Translation, job: JobSettings, decoupled: Setting) -> None:
-    """Write the weights of a decoupled loss, by rejection_sampling or its form before 1.0."""
-    prefix, before = "actor.rejection_sampling.", "actor.behav_imp_weight_"
-    if not job.starts(prefix, before):
-        out.note(
-            "weights of a decoupled loss are masked above 5, AReaL's default before 1.0; since 1.0 it has none without "
-            "rejection_sampling: algorithm.importance: null"
-        )
-    old = job.get(f"{before}mode")
-    words = ("token", "mask") if old is None else str(old.value).partition("_")[::2]
-    level, action, metric = (job.get(prefix + key) for key in ("level", "action", "metric"))
-    of = words[0] if level is None else level.value
-    outside = {"clamp": "truncate"}.get(action.value, action.value) if action else words[1]
-    if of != "token" or outside not in ("mask", "truncate") or (metric is not None and metric.value != "ratio"):
-        for each in (old, level, action, metric):
-            out.drop(each, "weights and rejections are by ratios of tokens")
-        return
-    upper = job.number(f"{prefix}upper", f"{before}cap") or Setting(f"{prefix}upper", 5.0, default=True)
-    out.put("algorithm.importance.level", "token", level or decoupled)
-    out.put("algorithm.importance.outside", outside, action or old or "action: mask (AReaL's default)")
-    put_cap(out, upper)
-    put_floor(out, job.number(f"{prefix}lower"))
 
 
 def _devices(
