@@ -92,7 +92,7 @@ def _advantage_jobs() -> Iterator[Job]:
         yield _job(base, mask_no_eos_with_zero=True, **_says(base != "ppo"))
         for estimator in ("k2", "k3"):
             yield _job(base, kl_estimator=estimator)
-        penalty = {"overlong_tokens": 8, "overlong_penalty_factor": 0.5, "max_new_tokens": LENGTH}
+        penalty: dict[str, Any] = {"overlong_tokens": 8, "overlong_penalty_factor": 0.5, "max_new_tokens": LENGTH}
         yield _job(base, overlong_reward_penalty=True, **penalty)
         yield _job(base, overlong_reward_penalty=True, **penalty | {"max_new_tokens": 9}, says="overlong")
     yield _job("reinforce", discount=0.9, gae_lambda=0.8, kl_ctl=0.0)
@@ -107,8 +107,8 @@ def _advantage_jobs() -> Iterator[Job]:
     yield _job("grpo", reward_norm={**_GROUPS, "std_unbiased": False}, says="actor.reward_norm.std_unbiased")
     yield _job("grpo", reward_norm={**_GROUPS, "std_level": "batch"}, says="actor.reward_norm.std_level")
     yield _job("grpo", reward_norm={**_GROUPS, "group_size": 2}, says="actor.reward_norm.group_size")
-    for own in ({"mean_level": "group", "std_level": "group"}, {"mean_level": "group", "group_size": SAMPLES}):
-        yield _job("grpo", reward_norm=own, says="actor.reward_norm")
+    for norm in ({"mean_level": "group", "std_level": "group"}, {"mean_level": "group", "group_size": SAMPLES}):
+        yield _job("grpo", reward_norm=norm, says="actor.reward_norm")
     yield _job("grpo", reward_norm=None)
 
 
@@ -137,7 +137,7 @@ def _loss_jobs() -> Iterator[Job]:
 
 def _decoupled_jobs() -> Iterator[Job]:
     prefix = "actor.rejection_sampling."
-    decoupled = {"use_decoupled_loss": True, "kl_ctl": 0.0}
+    decoupled: dict[str, Any] = {"use_decoupled_loss": True, "kl_ctl": 0.0}
     for base in _BASES:
         yield _job(base, **decoupled, says="since 1.0")
         yield _job(base, rejection_sampling={"upper": 5.0}, **decoupled)
@@ -150,18 +150,17 @@ def _decoupled_jobs() -> Iterator[Job]:
     ):
         yield _job("grpo", rejection_sampling=own, **decoupled)
     yield _job("grpo", rejection_sampling={"upper": 1.3, "lower": 0.7, "action": "clamp"}, **decoupled, says="lower")
-    for own in ({"action": "mask"}, {"action": "clamp"}, {"agg": "sum"}, {"agg": "max"}):
-        words = {"level": "sequence", "upper": 1.2, **own}
-        yield _job("grpo", rejection_sampling=words, **decoupled, says=f"{prefix}level")
+    for further in ({"action": "mask"}, {"action": "clamp"}, {"agg": "sum"}, {"agg": "max"}):
+        bounds = {"level": "sequence", "upper": 1.2, **further}
+        yield _job("grpo", rejection_sampling=bounds, **decoupled, says=f"{prefix}level")
     for metric in ("kl_k1", "kl_k2", "kl_k3"):
         words = {"metric": metric, "upper": 0.2}
         yield _job("grpo", rejection_sampling=words, **decoupled, says=f"{prefix}metric")
     yield _job("grpo", rejection_sampling={"upper": 1.1}, kl_ctl=0.0)
     yield _job("grpo", prox_logp_method="metrics", rejection_sampling={"upper": 1.4}, **decoupled)
-    loglinear = {"rejection_sampling": {"upper": 1.4}, **decoupled}
-    yield _job("grpo", prox_logp_method="loglinear", says=True, **loglinear)
-    words = {"rejection_sampling": {"upper": 1.4}, **decoupled}
-    yield _job("grpo", importance_sampling_level="sequence", **words, says="importance_sampling_level")
+    corrected: dict[str, Any] = {"rejection_sampling": {"upper": 1.4}, **decoupled}
+    yield _job("grpo", prox_logp_method="loglinear", says=True, **corrected)
+    yield _job("grpo", importance_sampling_level="sequence", **corrected, says="importance_sampling_level")
 
 
 def scale_of(_: Job) -> float:
@@ -244,7 +243,8 @@ def _with_advantages(config: Any, inputs: Inputs) -> dict[str, Any]:
         data["ref_logp"] = _placed(sample.ref_logprobs, inputs, places)
     if config.critic is not None:
         data["values"] = values.scatter(1, ends - 1, last)
-    return PPOActor(config.actor, SimpleNamespace())._compute_advantages(data)
+    found: dict[str, Any] = PPOActor(config.actor, SimpleNamespace())._compute_advantages(data)
+    return found
 
 
 def _rows(data: Mapping[str, Any], part: slice) -> dict[str, Any]:
