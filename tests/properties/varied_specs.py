@@ -336,6 +336,8 @@ def _model(rng: Random, trained: bool, shadows: bool, share: float) -> Raw:
     if not trained:
         further.pop("optimizer", None)
         further.pop("activation_checkpointing", None)
+    if model.get("cp", 1) == 1:
+        further.pop("context_parallel", None)
     if chance(rng, share):
         further["dtype"] = rng.choice(("float32", "float16"))
     if further.get("activation_checkpointing") and chance(rng, share):

@@ -698,7 +698,8 @@ def test_a_ratio_vector_of_the_command_line() -> None:
         (("algorithm.importance.cap=0.5",), "algorithm.importance.cap: must be greater than or equal to 1, found 0.5"),
         (
             ("algorithm.importance.level=tokens",),
-            "algorithm.importance.level: expected 'token' or 'sequence' (did you mean 'token'?), found 'tokens'",
+            "algorithm.importance.level: expected one of 'token', 'sequence' or 'none' (did you mean 'token'?), found "
+            "'tokens'",
         ),
         (
             ("algorithm.importance.max_staleness=0", "schedule.lag=1"),

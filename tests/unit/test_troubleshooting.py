@@ -24,6 +24,7 @@ from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import World
 from flexrlhf.config.output_settings import GuardsSpec
+from flexrlhf.config.proxies import proxy_of
 from flexrlhf.data.quickstart import CORPUS, prepare_corpus
 from flexrlhf.engines.vllm.restarts import Restarts, RolloutProcessError
 from flexrlhf.errors import RunStopped, UserError
@@ -99,6 +100,14 @@ def model_without_a_tokenizer(reader: Reader) -> str:
     Path("models/own").mkdir()
     Path("models/own/config.json").write_text(json.dumps(TINY))
     return reader.checks("data.tokenizer=null", "models.actor={path: models/own}")
+
+
+def socks_proxy(_: Reader) -> str:
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("no_proxy", "NO_PROXY"):
+            environment.delenv(name, raising=False)
+        environment.setenv("https_proxy", "socks5://127.0.0.1:9")
+        return sentence(UserError, lambda: proxy_of("https://hub.invalid"))
 
 
 def empty_prompt(reader: Reader) -> str:
@@ -222,6 +231,7 @@ MESSAGES: dict[str, Callable[[Reader], str]] = {
     "no package": lambda reader: reader.checks("models.actor.liger=true"),
     "no function": lambda reader: reader.checks("models.reward=null", "reward={function: scores.py:score}"),
     "no variable": lambda reader: reader.checks("models.reward=null", "reward={url: 'http://u:${NOT_SET}@h'}"),
+    "no socks": socks_proxy,
     "no memory": lambda reader: reader.plans("--set", "cluster={nodes: [{devices: 1, class: mine, memory_gb: 1e-5}]}"),
     "no figures": lambda reader: reader.types("simulate", "a.yaml"),
     "nowhere": lambda reader: reader.types("run", "a.yaml", "--resume", "yes", "--dry-run"),
