@@ -148,8 +148,13 @@ def put_optimizer(
         out.put(prefix + "warmup_steps", math.ceil(share.value * out.value("steps") * updates_of(out)), share)
     elif share is not None and share.value == _preset_share(out, role):
         out.drop(share, "the preset's share of the steps that plan counts", matters=False)
-    else:
+    elif share is not None:
         out.drop(share, "a share of a run whose steps are not in the file: write warmup_steps")
+    else:
+        zeros = [off for name in ("warmup_steps", "warmup_ratio") if (off := job.is_zero(*keys.get(name, ())))]
+        if any(each.value == 0 for each in zeros):
+            # a preset may have one
+            out.put(prefix + "warmup_steps", 0, *zeros)
 
 
 def _preset_share(out: Translation, role: str) -> float | None:

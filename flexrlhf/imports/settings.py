@@ -249,7 +249,7 @@ NO_LIMIT = re.compile(r"\w*(steps|top_k|limit|fsdp_size|max_samples|max_\w*batch
 
 def is_off(key: str, value: Any) -> bool:
     """Whether a value says that there is nothing: null, false, an empty list, one rank or turn, 0 of a penalty."""
-    name = key.rpartition(".")[2]
+    name = key.lstrip("-").rpartition(".")[2]
     if isinstance(value, int | float) and not isinstance(value, bool):
         is_one = value == 1 and re.search(r"(size|turns|stages)$", name) is not None
         is_none = value == 0 and ZERO_IS_OFF.fullmatch(name) is not None

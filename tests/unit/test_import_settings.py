@@ -88,6 +88,14 @@ LENGTHS: dict[str, Case] = {
     "nemo-rl": ("a.yaml", nemo("sft", "max_num_epochs: 3").replace("20", "1000000"), {"epochs": 3, "steps": None}, ()),
     "areal": ("a.yaml", f"{AREAL}total_train_epochs: 5", {"epochs": 5}, ()),
     "deepspeed-chat": ("a.sh", f"{CHAT}--num_train_epochs 2", {"epochs": 2}, ()),
+    "episodes": (
+        "a.sh",
+        "accelerate launch --num_processes 2 ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name a/b "
+        "--per_device_train_batch_size 4 --total_episodes 650",
+        {"steps": 82, "algorithm.prompts_per_step": 8},
+        (),
+    ),
+    "no warm-up": ("a.sh", f"{CHAT}--num_warmup_steps 0", {"models.actor.optimizer.warmup_steps": 0}, ()),
     "a share of an unknown number": (
         "a.yaml",
         f"{GRPO}num_train_epochs: 2\nwarmup_ratio: 0.1\n",

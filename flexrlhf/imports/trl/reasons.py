@@ -40,7 +40,6 @@ WITH_EFFECT = {
         dataset_\w+ datasets.* \w*_split train_sampling\w* shuffle\w* dataloader_drop_last group_by_length
     """,
     "the loss is on the tokens of responses: docs/chat.md": r"assistant_only\w* completion_only\w*",
-    "the length of a run is steps or epochs": r"total_episodes",
     "scores have weights in reward": r"reward_weights",
     "corrections for another policy are algorithm.importance": r"(vllm_importance|off_policy)\w*",
     "environments and tools are named in environment here: docs/environments.md": r"""

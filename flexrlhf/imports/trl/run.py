@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -48,6 +49,10 @@ def _put_length(out: Translation, job: JobSettings) -> None:
     if steps is not None and steps.value == -1:
         job.pass_over("it is off", "max_steps")
         steps = None
+    episodes, rows = job.count("total_episodes"), out.value("algorithm.prompts_per_step")
+    if episodes is not None and rows is not None:
+        # PPO's, a response each
+        out.put("steps", math.ceil(episodes.value / rows), episodes, "over the responses of a step")
     put_length(out, steps and job.count("max_steps"), epochs, "num_train_epochs=3", steps_count_alone=True)
 
 
