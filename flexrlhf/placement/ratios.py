@@ -187,8 +187,8 @@ def _no_split(ratios: dict[str, Fraction], size: int, roles: Roles, request: Pla
     train_share = request.train_share
 
     def text(shown: Iterable[Fraction]) -> str:
-        """Return the vector; names with ratios if only some models share the pool."""
-        if len(ratios) == len(request.models):
+        """Return the vector; of a mapping, names with ratios."""
+        if is_vector:
             return vector_text(shown)
         return ", ".join(f"{name}: {ratio_text(ratio)}" for name, ratio in zip(ratios, shown, strict=True))
 

@@ -135,8 +135,9 @@ def test_the_mapping_form_names_the_engine() -> None:
         (
             mapping(actor_rollout=1),
             (VLLM,),
-            "placement: [1,0.5,0.5,0.5,0.5,0.5] fits no split of 2 devices into a training and an inference side; "
-            "the nearest that does is [0.5,0.5,0.5,0.5,0.5,0.5]",
+            "placement: actor.rollout: 1, critic.shadow: 0.5, actor: 0.5, critic: 0.5, ref: 0.5, reward: 0.5 fits no "
+            "split of 2 devices into a training and an inference side; the nearest that does is actor.rollout: 0.5, "
+            "critic.shadow: 0.5, actor: 0.5, critic: 0.5, ref: 0.5, reward: 0.5",
         ),
         (
             mapping(
