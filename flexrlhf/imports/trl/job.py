@@ -116,11 +116,8 @@ def translate(
     name, is_async = algorithm_of(trainer, out.file), trainer.startswith("async")
     kind = "async" if is_async else {"gspo": "grpo"}.get(name, name)
     job = JobSettings.of(found, DEFAULTS | _OF.get(kind, _OF[""]) | (_SIMPO if name == "simpo" else {}))
-    sign = next((job.found[key] for key in _BEFORE if job.has(key)), None) if name == "grpo" else None
-    if sign is not None:
-        job.defaults = {**job.defaults, **_DEFAULTS_BEFORE}
-        values = ", ".join(f"{key} {value}" for key, value in _DEFAULTS_BEFORE.items() if not job.has(key))
-        out.note(f"{sign.key} is of TRL up to 0.15, whose defaults are taken: {values}")
+    if name == "grpo":
+        _take_defaults_of_before(out, job)
     if name == "simpo" and job.value("loss_type") != "simpo":
         raise UserError(f"{out.file}: TRL's trainer cpo has no counterpart without loss_type: simpo")
     if name == "grpo" and (level := job.get("importance_sampling_level")) is not None and level.value == "sequence":
@@ -180,6 +177,15 @@ def _put_model(out: Translation, job: JobSettings, role: str, model: Setting) ->
             out.put(f"models.{role}.init", sizes, model, revision, "by its sizes", f"to train it: path: {name}")
     if trust is not None and out.value(f"models.{role}.path"):
         out.put(f"models.{role}.trust_remote_code", True, trust)
+
+
+def _take_defaults_of_before(out: Translation, job: JobSettings) -> None:
+    """Take the defaults of TRL up to 0.15 where the file has a setting of that time."""
+    sign = next((job.found[key] for key in _BEFORE if job.has(key)), None)
+    if sign is not None:
+        job.defaults = {**job.defaults, **_DEFAULTS_BEFORE}
+        values = ", ".join(f"{key} {value}" for key, value in _DEFAULTS_BEFORE.items() if not job.has(key))
+        out.note(f"{sign.key} is of TRL up to 0.15, whose defaults are taken: {values}")
 
 
 def _batch(out: Translation, job: JobSettings, name: str, processes: Setting) -> int:
