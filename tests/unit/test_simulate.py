@@ -403,6 +403,17 @@ def test_samples_share_their_prompt_in_passes() -> None:
     assert [asked(plan)["generate"][0][0].prompts for plan in plans] == [16, 128]
 
 
+def test_computed_tokens_are_those_of_all_ranks() -> None:
+    """One model of four lays its texts out apart: that counts the same on one device as on four, and split by cp."""
+    group = (*LONG, "algorithm.prompts_per_step=16", "algorithm.samples_per_prompt=8", "models.ref.share_prompts=false")
+    ratios = [
+        simulate(plan_of(vector, 4, *group, NODES % (1, 4), *more), AnalyticCosts()).computed
+        for vector, more in ((None, ()), ([1, 1, 0.25, 1], ()), (None, ("models.ref.cp=4",)))
+    ]
+    assert ratios[0] is not None and ratios[0] > 0.3
+    assert ratios == pytest.approx([ratios[0]] * 3)
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("segment", ["null", "4"])
 @pytest.mark.parametrize("sampling", ["null", "{rounds: 2}"])

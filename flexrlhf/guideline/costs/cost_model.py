@@ -216,7 +216,9 @@ class MeanPass:
 
     def of_part(self, cp: int) -> MeanPass:
         """Return the work of one of ``cp`` ranks that share the tokens of every row, as if it had so many rows less."""
-        return self if cp == 1 else replace(self, rows=self.rows / cp, responses=self.responses / cp)
+        if cp == 1:
+            return self
+        return replace(self, rows=self.rows / cp, responses=self.responses / cp, texts=self.texts / cp)
 
 
 @dataclass(frozen=True)

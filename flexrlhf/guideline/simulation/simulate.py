@@ -240,11 +240,11 @@ def simulate(
 
 
 def _computed(pricer: Pricer, instructions: Iterable[Instruction]) -> float | None:
-    """Return the tokens that the passes of ``instructions`` compute for each token of their texts."""
+    """Return the tokens that the passes of ``instructions`` compute on all ranks for each token of their texts."""
     runs = [each for each in instructions if isinstance(each, Run) and each.operator.call is not None]
-    passes = [call.passes for run in runs for call, _ in pricer.calls(run) if call.passes is not None]
-    texts = sum(each.texts for each in passes)
-    return sum(each.tokens for each in passes) / texts if texts else None
+    calls = [(call.passes, mesh.copies) for run in runs for call, mesh in pricer.calls(run) if call.passes is not None]
+    texts = sum(copies * passes.texts for passes, copies in calls)
+    return sum(copies * passes.tokens for passes, copies in calls) / texts if texts else None
 
 
 def is_simulated(text: str) -> bool:
