@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,6 +22,7 @@ from flexrlhf.errors import UserError, either
 
 if TYPE_CHECKING:
     from flexrlhf.config.spec import Spec
+    from flexrlhf.guideline.advice.candidates import Method
     from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
     from flexrlhf.guideline.simulation.measured_run import MeasuredRun
 
@@ -79,6 +80,10 @@ PerOperator = Annotated[
 MaxBatch = Annotated[
     bool, typer.Option("--max-batch", help="also try the largest batch of placements; today's is written")
 ]
+Take = Annotated[
+    Literal["guideline", "usual", "search"] | None,
+    typer.Option(help="kind of placements whose fastest is used and written; default: the simplest of the fastest"),
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the recommended YAML")]
 
 
@@ -107,6 +112,7 @@ def advise(
     profile: Profile = None,
     seconds: Seconds = 15.0,
     tie: Tie = None,
+    take: Take = None,
     per_operator: PerOperator = False,
     max_lag: MaxLag = None,
     max_batch: MaxBatch = False,
@@ -123,6 +129,10 @@ def advise(
 
     if per_operator and tie is not None:
         raise UserError(f"--tie {tie:g}: --per-operator takes the fastest placement; leave one out")
+    if per_operator and take not in (None, "search"):
+        raise UserError(
+            f"--take {take}: places models, and --per-operator searches placements of operators; leave one out"
+        )
     if per_operator and max_batch:
         raise UserError("--max-batch: is tried for placements of models, not with --per-operator; leave one out")
     config = RunOptions(None if config is None else [config], config_option).only_path
@@ -156,11 +166,11 @@ def advise(
         spec = options.spec(config, tuple(set_ or ()))
     expected = basis.lengths(lengths, mean_response, read=partial(expected_lengths, spec, lengths, mean_response))
     if basis.run is not None and is_as_trained:
-        found = _on_run(replace(basis.run, lengths=expected), seconds, tie, max_batch)
+        found = _on_run(replace(basis.run, lengths=expected), seconds, tie, take, max_batch)
     elif per_operator:
         found = _on_operators(spec, basis.source(spec), expected, seconds)
     else:
-        found = _on_models(spec, basis.source(spec), expected, seconds, tie, max_lag, max_batch)
+        found = _on_models(spec, basis.source(spec), expected, seconds, tie, take, max_lag, max_batch)
     typer.echo(found.text)
     if output is not None:
         found.write(output)
@@ -180,14 +190,16 @@ class Recommendation:
     write: Callable[[Path], None]
 
 
-def _on_run(run: MeasuredRun, seconds: float, tie: float | None, max_batch: bool) -> Recommendation:
+def _on_run(
+    run: MeasuredRun, seconds: float, tie: float | None, take: Method | None, max_batch: bool
+) -> Recommendation:
     """Return whether a run should go on under another placement."""
     from flexrlhf.guideline.advice.advice_text import format_advice, write_advised
     from flexrlhf.guideline.advice.replan import format_replan, replan
     from flexrlhf.report.run_record import restart_seconds
 
     with working("searching for a placement"):
-        found = replan(run, restart_seconds(run), None, seconds, tie)
+        found = replan(run, restart_seconds(run), None, seconds, tie, take)
     text = f"{format_advice(found.advice, run.source, max_batch)}\n\n{format_replan(found)}"
     return Recommendation(text, partial(write_advised, found.best))
 
@@ -208,14 +220,16 @@ def _on_models(
     lengths: TextLengths,
     seconds: float,
     tie: float | None,
+    take: Method | None,
     max_lag: int | None,
     max_batch: bool,
 ) -> Recommendation:
     """Return a placement of each model."""
     from flexrlhf.guideline.advice.advice_text import format_advice, write_advised
-    from flexrlhf.guideline.advice.advise import advise
+    from flexrlhf.guideline.advice.advise import advise, with_kind
 
     with working("searching for a placement"):
         margin = source.accuracy.tie if tie is None else tie
         advice = advise(spec, source.costs, lengths, seconds, margin, max_lag=max_lag)
+        advice = advice if take is None else with_kind(advice, take)
     return Recommendation(format_advice(advice, source, max_batch), partial(write_advised, advice.best))

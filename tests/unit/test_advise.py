@@ -25,8 +25,9 @@ from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, pars
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import LARGEST_BATCHES, contradictions, format_advice
-from flexrlhf.guideline.advice.advise import FeasibleCandidate, advise
+from flexrlhf.guideline.advice.advise import FeasibleCandidate, advise, with_kind
 from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
+from flexrlhf.guideline.advice.candidates import Method, RejectedCandidate
 from flexrlhf.guideline.advice.choice import Advice, complexity, ratios_of
 from flexrlhf.guideline.advice.proposals import spec_of
 from flexrlhf.guideline.advice.request import (
@@ -928,6 +929,39 @@ def test_a_known_name_is_no_directory(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     actor = spec_for(8).models.actor
     assert actor is not None and actor.path is None and actor.init is not None
+
+
+METHODS: tuple[Method, ...] = ("guideline", "usual", "search")
+
+
+def test_the_fastest_of_a_kind_is_taken(advice: Advice) -> None:
+    """Without a lag that no one has allowed, and planned; a tie between kinds changes nothing."""
+    for method in METHODS:
+        found = with_kind(replace(advice, margin=10.0), method)
+        alike = [item for item in advice.comparable if item.candidate.method == method]
+        assert found.best.candidate == alike[0].candidate and found.best.checked is not None
+
+
+def test_a_kind_that_does_not_fit_is_refused_with_what_fits(advice: Advice) -> None:
+    ruled = next(item for item in advice.feasible if item.candidate.method == "guideline")
+    left = tuple(item for item in advice.feasible if item is not ruled)
+    without = replace(advice, feasible=left, rejected=(RejectedCandidate(ruled.candidate, "has no room"),))
+    with pytest.raises(UserError) as error:
+        with_kind(without, "guideline")
+    fits = without.best.candidate
+    assert f"fits ({ruled.candidate.name}: has no room); {fits.method}, {fits.name} does" in str(error.value)
+
+
+def test_the_row_of_the_guideline_is_written(tmp_path: Path) -> None:
+    path, small = tmp_path / "a.yaml", ("--model", "qwen2.5-0.5b", "--gpus", 4, "--prompts", 16, "--mini-batches", 1)
+    result = run(*small, "--seconds", 0.5, "--take", "guideline", "-o", path)
+    assert result.exit_code == 0, result.output
+    (row,) = (line.split() for line in result.output.splitlines() if line.startswith("  >"))
+    assert row[1] == "guideline" and "--take guideline" in result.output
+    assert path.read_text().startswith(f"# guideline: {row[2]}; {row[5]} s a step")
+    vector = load_spec(path).placement
+    assert isinstance(vector, tuple) and row[4] == f"[{','.join(f'{float(each):.4g}' for each in vector)}]"
+    assert "--take usual: places models, and --per-operator" in refusal("--per-operator", "--take", "usual")
 
 
 def test_a_tie_of_single_operators_is_refused() -> None:

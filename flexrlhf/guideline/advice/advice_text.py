@@ -57,7 +57,8 @@ def format_advice(advice: Advice, source: CostSource, max_batch: bool = False) -
     max_batch:  whether to try the largest batch of placements.
     """
     tie = f"; `=`: as fast as the fastest within {advice.margin:.0%}" if len(_equal(advice)) > 1 else ""
-    ranked = f"ranked (simulated seconds and memory; `>`: the one to use{tie}; `*`: by ranks, below)"
+    taken = "the one to use" if advice.take is None else f"the one to use, by --take {advice.take}"
+    ranked = f"ranked (simulated seconds and memory; `>`: {taken}{tie}; `*`: by ranks, below)"
     ruled = (a for a in advice.feasible if a.candidate.method == "guideline" and a is not advice.best)
     rules = [f"{rule.name} ({rule.source}): {rule.reason}" for rule in advice.rules]
     sections = [
@@ -208,7 +209,7 @@ def _generates(model: PlacedModel, item: FeasibleCandidate) -> bool:
 def _reasons(advice: Advice) -> Iterator[str]:
     """Lines on where the time of the best is spent, and how much it saves compared with the others."""
     best, equal = advice.best, _equal(advice)
-    if best is not equal[0]:
+    if best in equal[1:] and advice.take is None:
         yield (
             f"{len(equal)} placements take as long as the fastest ({_name(equal[0])}) within {advice.margin:.0%}; this "
             f"is the simplest of them"

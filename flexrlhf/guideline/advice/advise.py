@@ -17,6 +17,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import (
     Candidate,
     FeasibleCandidate,
+    Method,
     check,
     is_short_of_memory,
     offload_sets,
@@ -150,6 +151,11 @@ def advise(
     if explains and not (advice.feasible or advice.refusal):
         advice = replace(advice, refusal=refusal_text(base, advice.rejected))
     return _with_less_waiting(replace(advice, seconds=perf_counter() - began))
+
+
+def with_kind(advice: Advice, take: Method) -> Advice:
+    """Return ``advice`` with the fastest placement of one kind to use. Raises UserError if none fits."""
+    return _with_less_waiting(_with_checked_choice(replace(advice, take=take, waiting=())))
 
 
 def _with_less_waiting(advice: Advice) -> Advice:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, RejectedCandidate
+from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, Method, RejectedCandidate
 from flexrlhf.guideline.advice.published import GuidelineRule
 from flexrlhf.guideline.advice.waiting import WaitingVariant
 from flexrlhf.guideline.search.result import SearchResult
@@ -28,6 +28,7 @@ class Advice:
     max_lag:   the largest lag that was tried.
     may_lag:   whether a placement with a lag may be chosen.
     waiting:   the placement to use with other chunks and other processes of its environment.
+    take:      kind of placements whose fastest is to be used; None: of all kinds, the simplest that is fast enough.
     """
 
     feasible: tuple[FeasibleCandidate, ...]
@@ -40,6 +41,7 @@ class Advice:
     max_lag: int = 1
     may_lag: bool = False
     waiting: tuple[WaitingVariant, ...] = ()
+    take: Method | None = None
 
     @property
     def comparable(self) -> tuple[FeasibleCandidate, ...]:
@@ -53,12 +55,27 @@ class Advice:
         """The candidate to use: the simplest of those that are as fast as the fastest within the ``margin``; of equally
         simple ones the fastest.
 
-        Raises UserError when nothing fits.
+        Raises UserError when nothing fits, or nothing of the kind to ``take``.
         """
         if not self.feasible:
             raise UserError(self.refusal or "no placement of these models fits the devices")
+        if self.take is not None:
+            return self._fastest_of(self.take)
         equal = tied(self.comparable, self.margin)
         return min(equal, key=lambda item: (complexity(item.candidate), item.seconds))
+
+    def _fastest_of(self, method: Method) -> FeasibleCandidate:
+        """Return the fastest candidate of one kind. Raises UserError if none fits, with the reasons and what fits."""
+        found = next((item for item in self.comparable if item.candidate.method == method), None)
+        if found is None:
+            reasons = [item for item in self.rejected if item.candidate.method == method]
+            why = "; ".join(f"{item.candidate.name}: {item.reason}" for item in reasons) or "the request allows none"
+            other = replace(self, take=None).best
+            raise UserError(
+                f"--take {method}: no placement of this kind fits ({why}); {other.candidate.method}, "
+                f"{other.candidate.name} does, in {other.seconds:.2f} s a step: --take {other.candidate.method}"
+            )
+        return found
 
     @property
     def lagging(self) -> FeasibleCandidate | None:

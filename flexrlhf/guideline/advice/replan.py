@@ -11,8 +11,8 @@ from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advise import SECONDS, advise
-from flexrlhf.guideline.advice.candidates import FeasibleCandidate
+from flexrlhf.guideline.advice.advise import SECONDS, advise, with_kind
+from flexrlhf.guideline.advice.candidates import FeasibleCandidate, Method
 from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.simulation.measured_run import MeasuredRun
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
@@ -76,6 +76,7 @@ def replan(
     written: Spec | None = None,
     seconds_limit: float = SECONDS,
     margin: float | None = None,
+    take: Method | None = None,
 ) -> Replan:
     """Compare the placement of ``run`` with the one that ``advise`` would use now.
 
@@ -83,12 +84,14 @@ def replan(
     written:          the run's YAML, whose settings stay; None: settings of models are chosen again on known GPUs
     seconds_limit:    work of the searches, as of ``advise``
     margin:           as of ``advise``; None: by the accuracy of measurements
+    take:             kind of placements whose fastest is compared; None: the one to use
 
     Raises UserError if no placement fits, or the numbers of the run would be others under it.
     """
     margin = run.source.accuracy.tie if margin is None else margin
     spec = reopened(run.record.plan.spec, written)
     advice = advise(spec, run.source.costs, run.lengths, seconds_limit, margin, explains=False)
+    advice = advice if take is None else with_kind(advice, take)
     changed = differing_settings(run.record.plan.spec, advice.best.plan.spec)
     if changed:
         raise UserError(f"{spec.name}: under the placement that is advised {changed[0]}, which changes its numbers")
