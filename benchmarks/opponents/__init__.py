@@ -1,0 +1,1 @@
+"""Recommendations of ``flexrlhf advise`` against placements and settings outside its search."""
