@@ -76,7 +76,7 @@ class Comparison:
         record["rows"] = list(self._rows(advice, tied, planned_seconds))
         if isinstance(seconds, str):
             return record
-        moves = Moves(Random(self.case.name), start, spec)
+        moves = Moves(Random(self.case.name), start, spec, planned_seconds.lag)
         found = {
             "random": sampled(planned_seconds, start, seconds, moves, self.limit),
             "climb": climbed(planned_seconds, start, seconds, moves, self.limit),
@@ -119,7 +119,7 @@ class Comparison:
         asked for."""
         options, start = self.case.options(), read_yaml(dump_spec(spec, short=True))
         record: Record = {"refusal": reason, "tried": 0}
-        moves = Moves(Random(self.case.name), start, spec)
+        moves = Moves(Random(self.case.name), start, spec, planned_seconds.lag)
         for rollout in (None,) if options.rollout else (None, "transformers"):
             found = lean(planned_seconds, start, moves, rollout, options.engine is None, 2 * self.limit)
             record["tried"] += found.tried

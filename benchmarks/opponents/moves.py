@@ -74,11 +74,13 @@ class Moves:
     rng:    of all random choices.
     start:  the recommended YAML.
     spec:   the request.
+    lag:    the largest lag that is allowed.
     """
 
     rng: Random
     start: Raw
     spec: Spec
+    lag: int = 0
 
     @cached_property
     def graph(self) -> Graph:
@@ -102,30 +104,34 @@ class Moves:
         """Return ``start`` with up to six settings and, more often than not, a placement sampled at random."""
         raw, is_moved = start, self.total > 1 and self.rng.random() < 0.6
         if is_moved:
-            raw = with_values(raw, {"placement": self.placement(), "rollout.kv_tokens": None})
+            raw = with_values(raw, {"schedule.lag": None, "rollout.kv_tokens": None, **self.placement()})
         for _ in range(self.rng.randint(not is_moved, 6)):
             raw = with_values(raw, self.rng.choice(list(self._settings(raw))))
         return raw
 
-    def placement(self) -> Any:
+    def placement(self) -> Change:
         """Sample a vector, with shadows or without, or ranks."""
         roles, total, chance = self.graph.roles, self.total, self.rng.random()
         if chance < 0.35:
-            return [self._ratio(self._count()) for _ in roles]
+            return {"placement": [self._ratio(self._count()) for _ in roles]}
         if chance < 0.6:
             side = self.rng.randint(1, total - 1) if self.rng.random() < 0.6 else total // 2
             trained = self.rng.choice((side, total))
-            return [self._ratio(trained if role in self.graph.trained else total - side) for role in roles]
-        if chance < 0.75 and self.graph.can_shadow:
-            side = self.rng.randint(1, total - 1)
-            copies = [total - side] * len(self.graph.trained)
-            return [
-                self._ratio(n) for n in (*copies, *(side if r in self.graph.trained else total - side for r in roles))
-            ]
+            return {
+                "placement": [self._ratio(trained if role in self.graph.trained else total - side) for role in roles]
+            }
+        if chance < 0.8 and self.graph.can_shadow:
+            return self._with_shadows(self.rng.choice((self.rng.randint(1, total - 1), total // 2)))
         sizes = {role: self._count() for role in roles}
         step = self.rng.choice((1, min(self.node, total)))
         starts = {role: self.rng.randrange(0, total - size + 1, step) for role, size in sizes.items()}
-        return {role: _ranks(starts[role], size) for role, size in sizes.items()}
+        return {"placement": {role: _ranks(starts[role], size) for role, size in sizes.items()}}
+
+    def _with_shadows(self, side: int) -> Change:
+        """Return the placement with ``side`` devices for training, and the lag that it may have."""
+        sizes = [self.total - side for _ in self.graph.trained]
+        sizes += [side if role in self.graph.trained else self.total - side for role in self.graph.roles]
+        return {"placement": list(map(self._ratio, sizes)), "schedule.lag": self.lag or None}
 
     def _ratio(self, count: int) -> Any:
         return 1 if count == self.total else f"{count}/{self.total}"
@@ -157,9 +163,12 @@ class Moves:
             yield {
                 "placement": {
                     r: _ranks(0, side) if r in trained else _ranks(side, self.total - side) for r in self.graph.roles
-                }
+                },
+                "schedule.lag": None,
             }
-        yield {"placement": [1] * len(self.graph.roles)}
+        yield {"placement": [1] * len(self.graph.roles), "schedule.lag": None}
+        if self.graph.can_shadow:
+            yield self._with_shadows(self.total // 2)
 
     def _settings(self, raw: Raw) -> Iterator[Change]:
         roles = [role for role in raw["models"] if role != "all"]
@@ -272,5 +281,6 @@ def broad(moves: Moves, start: Raw, rollout: str | None, is_open: bool) -> Raw:
         change |= {"rollout": {"engine": rollout}, f"models.{moves.graph.generated}.generate_tokens": 4 * moves.row}
     elif start.get("rollout", {}).get("engine") == "vllm":
         change |= {"rollout.tp": rng.choice(POWERS), "rollout.pp": rng.choice(POWERS[:4])}
-    change["placement"] = moves.placement() if moves.total > 1 and rng.random() < 0.3 else [1] * len(moves.graph.roles)
+    is_sampled = moves.total > 1 and rng.random() < 0.3
+    change |= moves.placement() if is_sampled else {"placement": [1] * len(moves.graph.roles)}
     return with_values(start, change)
