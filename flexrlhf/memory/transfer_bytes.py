@@ -16,7 +16,8 @@ from flexrlhf.weights.model_files import BLOCK_BYTES
 from flexrlhf.weights.saving import saved_files, saved_type, written_names
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
 from flexrlhf.weights.shards import part_elements, trained_parts
-from flexrlhf.weights.sync_plan import adapter_elements, sent_dtype, volumes
+from flexrlhf.weights.sync_plan import adapter_elements, sent_dtype
+from flexrlhf.weights.sync_volumes import volumes
 from flexrlhf.weights.transfers import NodeOf
 
 UNDER_WAY = "weights under way"

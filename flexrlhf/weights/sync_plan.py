@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import permutations
 
 from flexrlhf.config.model_settings import Dtype, LoraSpec
@@ -124,7 +123,7 @@ def sync_on_rank(
         rank=rank,
         dtype=sent_dtype(destination, dtype),
         buckets=_on_rank(transfers, rank),
-        source_parts=_sent_parts(source, destination, shape, rank) if rank in source.ranks else {},
+        source_parts=sent_parts(source, destination, shape, rank) if rank in source.ranks else {},
         parts=trained_parts(destination, shape, rank) if rank in destination.ranks else {},
         adapters=merged_adapters(source, destination, shape, rank),
     )
@@ -162,7 +161,7 @@ def _bucket_elements(destination: PlacedModel, bucket_bytes: int, dtype: Dtype |
 def _holdings(source: PlacedModel, destination: PlacedModel, shape: ModelShape) -> tuple[Holdings, Holdings]:
     """Return the parts that ranks of the source and of the copy store of the weights that are sent."""
     return (
-        by_position(source, lambda rank: _sent_parts(source, destination, shape, rank)),
+        by_position(source, lambda rank: sent_parts(source, destination, shape, rank)),
         by_position(destination, lambda rank: trained_parts(destination, shape, rank)),
     )
 
@@ -194,7 +193,7 @@ def sync_links(
 def sync_bytes(source: PlacedModel, destination: PlacedModel, shape: ModelShape, dtype: Dtype | None = None) -> int:
     """Return the sum of ``sync_links``, which depends on no bucket: elements that destination ranks lack."""
     sent, needed = _holdings(source, destination, shape)
-    total = sum(len(ranks) * _lacking(sent.get(ranks[0], {}), needed[ranks[0]]) for ranks in alike(needed, sent))
+    total = sum(len(ranks) * lacking(sent.get(ranks[0], {}), needed[ranks[0]]) for ranks in alike(needed, sent))
     gathers = sum(len(ranks) * (len(ranks) - 1) * size for ranks, size in _gathered_bytes(source, destination, shape))
     return DTYPE_BYTES[sent_dtype(destination, dtype)] * total + gathers
 
@@ -210,57 +209,7 @@ def _gathered_bytes(
         yield ranks, 4 * max(sizes)
 
 
-@dataclass(frozen=True)
-class Volumes:
-    """Most elements that cross to and from a rank in one Sync.
-
-    packed:    of its part of the trained model.
-    first:     received from ranks of the trained model.
-    received:  from these, and from ranks of the copy on its node that send on what they have received.
-    sent_on:   to such ranks.
-    """
-
-    packed: int
-    first: int
-    received: int
-    sent_on: int
-
-
-def volumes(
-    source: PlacedModel,
-    destination: PlacedModel,
-    shape: ModelShape,
-    rank: int,
-    node_of: NodeOf | None = None,
-    overlaps: bool = False,
-) -> Volumes:
-    """Return the volumes to and from ``rank`` in one Sync; ``overlaps``: that overlaps other work.
-
-    It packs its part of a tensor for each tensor-parallel rank that stores the same; and once more
-    where some ranks of the copy have a part themselves and others not, and where some are on a node that has it.
-    """
-    own = _sent_parts(source, destination, shape, rank) if rank in source.ranks else {}
-    needed = trained_parts(destination, shape, rank) if rank in destination.ranks else {}
-    received = _lacking(own, needed)
-    if is_in_place(source, destination):
-        return Volumes(0, received, received, 0)
-    copies = _copies_in_replica(destination, shape)
-    packed = sum(part.num_elements * copies.get(name, 1) for name, part in own.items())
-    common = set(source.ranks) & set(destination.ranks)
-    packed *= 1 + bool(common and common != set(destination.ranks))
-    if node_of is None:
-        return Volumes(packed, received, received, 0)
-    nodes, receiving = ({node_of(each) for each in model.ranks} for model in (source, destination))
-    packed += packed * (bool(nodes & receiving) and len(nodes | receiving) > 1)
-    far = [*_crossing(source, destination, shape, rank, node_of)] if needed else []
-    pieces = [(number * -(-elements // ranks), ranks) for number, elements, ranks in far]
-    first = received - sum(number * elements for number, elements, _ in far) + sum(size for size, _ in pieces)
-    # also to another node, where a chain has several
-    is_chained = not overlaps and len(receiving) > 1
-    return Volumes(packed, first, received, sum(size for size, ranks in pieces if ranks > 1 or is_chained))
-
-
-def _lacking(own: Parts, needed: Parts) -> int:
+def lacking(own: Parts, needed: Parts) -> int:
     """Return the elements of ``needed`` that ``own`` does not have."""
     # layers share their parts
     pairs = ((part, own.get(name)) for name, part in needed.items())
@@ -272,44 +221,6 @@ def _lacking(own: Parts, needed: Parts) -> int:
 
 def _uncovered(part: Part, own: Part | None) -> int:
     return part.num_elements - (0 if own is None else overlap(own, part))
-
-
-def _crossing(
-    source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int, node_of: NodeOf
-) -> Iterator[tuple[int, int, int]]:
-    """Yield of tensors that are split alike their number, the elements of each on ``rank`` that no rank of its node
-    has as source, and the ranks there that store the same.
-    """
-    here = node_of(rank)
-    sources = {each: source.layout.stage(each) for each in source.ranks if node_of(each) == here}
-    copies = {each: destination.layout.stage(each) for each in destination.ranks if node_of(each) == here}
-    sent = {each: _sent_parts(source, destination, shape, each) for each in sources}
-    stored = {each: trained_parts(destination, shape, each) for each in copies}
-    # layers share their parts, and ranks of a stage have parts of the same tensors
-    stages = [sent[each] for each in {stage: each for each, stage in sources.items()}.values()]
-    stages += [stored[each] for each in {stage: each for each, stage in copies.items()}.values()]
-    alike_names: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    parts = trained_parts(destination, shape, rank)
-    for name, part in parts.items():
-        alike_names[id(part), *(name in each for each in stages)].append(name)
-    for first, *others in alike_names.values():
-        part = parts[first]
-        known = {each[first] for each in sent.values() if first in each}
-        elements = part.num_elements - sum(overlap(each, part) for each in known)
-        yield 1 + len(others), elements, sum(each.get(first) == part for each in stored.values())
-
-
-@lru_cache(maxsize=64)
-def _copies_in_replica(model: PlacedModel, shape: ModelShape) -> Mapping[str, int]:
-    """Return how many ranks of one replica store the same part of a trained parameter, by name; of one that is not
-    split all of them."""
-    replica = [trained_parts(model, shape, rank) for rank in model.layout.of_weights.replica_sets[0]]
-    found: dict[str, list[Part]] = defaultdict(list)
-    for parts in replica:
-        for name, part in parts.items():
-            found[name].append(part)
-    kinds = {name: len({*parts}) for name, parts in found.items()}
-    return {name: len(replica) if kinds[name] == 1 else len(parts) // kinds[name] for name, parts in found.items()}
 
 
 def is_in_place(source: PlacedModel, destination: PlacedModel) -> bool:
@@ -332,7 +243,7 @@ def adapter_gathers(
     return tuple(dict.fromkeys(map(source.shard_set, source.ranks))) if merges and source.num_shards > 1 else ()
 
 
-def _sent_parts(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> Parts:
+def sent_parts(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> Parts:
     """Return the part of ``source`` on ``rank`` of each weight that is sent, by the copy's names."""
     parts = parts_on(source, shape, rank)
     if not is_merged(destination, shape):

@@ -21,8 +21,8 @@ from flexrlhf.weights.sync_plan import (
     sync_bytes,
     sync_links,
     transfers_of,
-    volumes,
 )
+from flexrlhf.weights.sync_volumes import volumes
 from flexrlhf.weights.transfer_plan import NUM_BUCKETS, WeightMessage, count
 from flexrlhf.weights.transfers import NodeOf
 
@@ -84,6 +84,18 @@ def test_buffers_are_within_the_setting(source: dict[str, Any], copy: dict[str, 
                 # pieces end between rows
                 arrived = sum(each.num_elements for each in first)
                 assert not overlaps or arrived == pytest.approx(found.first, abs=100)
+
+
+def test_volumes_are_computed_once_for_alike_ranks_and_for_plans_with_other_settings() -> None:
+    ranks = tuple(range(32))
+    trained, follower = placed_model("actor", ranks, tp=2), placed_model("actor.shadow", ranks, tp=4)
+    larger = placed_model("actor", ranks, tp=2, micro_batch_tokens=4096)
+    node_of: NodeOf = lambda rank: rank // 8  # noqa: E731
+    found = [volumes(each, follower, shape(), rank, node_of) for each in (trained, larger) for rank in ranks]
+    assert len({id(each) for each in found}) == 4
+    apart = placed_model("actor.shadow", ranks[16:], tp=4)
+    found = [volumes(trained, apart, shape(), rank, node_of) for rank in ranks]
+    assert len({id(each) for each in found}) == 2 + 4
 
 
 @pytest.mark.parametrize("copy", LAYOUTS, ids=str)

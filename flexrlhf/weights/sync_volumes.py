@@ -1,0 +1,191 @@
+"""Elements that cross to and from each rank in a Sync: what its buffers have room for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.shards import Part, Parts, position_of, trained_parts
+from flexrlhf.weights.sync_plan import is_in_place, lacking, sent_parts
+from flexrlhf.weights.transfers import NodeOf, overlap
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Most elements that cross to and from a rank in one Sync.
+
+    packed:    of its part of the trained model.
+    first:     received from ranks of the trained model.
+    received:  from these, and from ranks of the copy on its node that send on what they have received.
+    sent_on:   to such ranks.
+    """
+
+    packed: int
+    first: int
+    received: int
+    sent_on: int
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Source and destination of a Sync, equal to any whose ranks store the same parts.
+
+    stored:  all that the parts of both depend on in addition to ``shape``.
+    """
+
+    stored: object
+    shape: ModelShape
+    node_of: NodeOf | None
+    source: PlacedModel = field(compare=False)
+    destination: PlacedModel = field(compare=False)
+
+
+def volumes(
+    source: PlacedModel,
+    destination: PlacedModel,
+    shape: ModelShape,
+    rank: int,
+    node_of: NodeOf | None = None,
+    overlaps: bool = False,
+) -> Volumes:
+    """Return the volumes to and from ``rank`` in one Sync; ``overlaps``: that overlaps other work.
+
+    It packs its part of a tensor for each tensor-parallel rank that stores the same; and once more
+    where some ranks of the copy have a part themselves and others not, and where some are on a node that has it.
+    """
+    stored = tuple(map(_stored, (source, destination)))
+    return _volumes_of(_Pair(stored, shape, node_of, source, destination)).on(rank, overlaps)
+
+
+def _stored(model: PlacedModel) -> object:
+    """Return all that the parts on the ranks of ``model`` depend on, but for its shape."""
+    is_plain = model.settings.lora is None
+    return model.layout, model.engine, model.split, model.num_shards, model.rollout is None, is_plain
+
+
+@lru_cache(maxsize=256)
+def _volumes_of(pair: _Pair) -> _PairVolumes:
+    """Return the volumes of a pair from a cache: plans that differ in other settings have the same ones."""
+    return _PairVolumes(pair)
+
+
+class _PairVolumes:
+    """Volumes of the ranks of a Sync, computed when they are first needed, once for ranks with the same parts on nodes
+    with the same."""
+
+    def __init__(self, pair: _Pair) -> None:
+        self._pair, source, destination, node_of = pair, pair.source, pair.destination, pair.node_of
+        self._is_in_place = is_in_place(source, destination)
+        self._found: dict[object, Volumes] = {}
+        self._parts: dict[object, Parts] = {}
+        common = set(source.ranks) & set(destination.ranks)
+        self._times = 1 + bool(common and common != set(destination.ranks))
+        self._nodes: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        if node_of is not None:
+            for side, model in enumerate((source, destination)):
+                for rank in model.ranks:
+                    self._nodes[node_of(rank)][side].append(rank)
+            is_on_both = any(sent and stored for sent, stored in self._nodes.values())
+            self._times *= 1 + (is_on_both and len(self._nodes) > 1)
+        self._num_receiving = sum(bool(stored) for _, stored in self._nodes.values())
+        self._of_nodes: dict[int, _NodeParts] = {}
+
+    def on(self, rank: int, overlaps: bool) -> Volumes:
+        """Return the volumes of ``rank``."""
+        own, needed = self._sent(rank), self._needed(rank)
+        here = self._node(rank) if needed is not None and self._nodes else None
+        key = id(own), id(needed), here and here.key, overlaps
+        if key not in self._found:
+            self._found[key] = self._volumes(own or {}, needed or {}, here, overlaps)
+        return self._found[key]
+
+    def _volumes(self, own: Parts, needed: Parts, here: _NodeParts | None, overlaps: bool) -> Volumes:
+        received = lacking(own, needed)
+        if self._is_in_place:
+            return Volumes(0, received, received, 0)
+        copies = _copies_in_replica(self._pair.destination, self._pair.shape) if own else {}
+        packed = self._times * sum(part.num_elements * copies.get(name, 1) for name, part in own.items())
+        far = [*here.crossing(needed)] if here is not None else []
+        pieces = [(number * -(-elements // ranks), ranks) for number, elements, ranks in far]
+        first = received - sum(number * elements for number, elements, _ in far) + sum(size for size, _ in pieces)
+        # also to another node, where a chain has several
+        is_chained = not overlaps and self._num_receiving > 1
+        return Volumes(packed, first, received, sum(size for size, ranks in pieces if ranks > 1 or is_chained))
+
+    def _sent(self, rank: int) -> Parts | None:
+        """Return the parts of the trained model on ``rank``; None where it is not."""
+        source, destination, shape = self._pair.source, self._pair.destination, self._pair.shape
+        return self._at(source, rank, lambda: sent_parts(source, destination, shape, rank))
+
+    def _needed(self, rank: int) -> Parts | None:
+        """Return the parts of the copy on ``rank``; None where it is not."""
+        destination, shape = self._pair.destination, self._pair.shape
+        return self._at(destination, rank, lambda: trained_parts(destination, shape, rank))
+
+    def _at(self, model: PlacedModel, rank: int, parts: Callable[[], Parts]) -> Parts | None:
+        if rank not in model.layout.places:
+            return None
+        key = model.name, position_of(model, rank)
+        if key not in self._parts:
+            self._parts[key] = parts()
+        return self._parts[key]
+
+    def _node(self, rank: int) -> _NodeParts:
+        """Return the parts that the node of ``rank`` stores."""
+        assert self._pair.node_of is not None, "without nodes nothing crosses"
+        node = self._pair.node_of(rank)
+        if node not in self._of_nodes:
+            sources, copies = self._nodes[node]
+            sent = {id(parts): parts for each in sources if (parts := self._sent(each)) is not None}
+            stored = tuple(parts for each in copies if (parts := self._needed(each)) is not None)
+            self._of_nodes[node] = _NodeParts(tuple(sent.values()), stored)
+        return self._of_nodes[node]
+
+
+@dataclass(frozen=True)
+class _NodeParts:
+    """Parts that the ranks of a node store: as source the different ones, as destination one for each rank."""
+
+    sent: tuple[Parts, ...]
+    stored: tuple[Parts, ...]
+
+    @cached_property
+    def key(self) -> object:
+        """Equal for nodes whose ranks share their parts."""
+        return frozenset(map(id, self.sent)), tuple(sorted(map(id, self.stored)))
+
+    def crossing(self, parts: Parts) -> Iterator[tuple[int, int, int]]:
+        """Yield of tensors that are split alike their number, the elements of each among ``parts`` that no rank of the
+        node has as source, and the ranks there that store the same.
+        """
+        # layers share their parts
+        alike_names: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        for name, part in parts.items():
+            alike_names[id(part), *(name in each for each in self._names)].append(name)
+        for first, *others in alike_names.values():
+            part = parts[first]
+            known = {each[first] for each in self.sent if first in each}
+            elements = part.num_elements - sum(overlap(each, part) for each in known)
+            yield 1 + len(others), elements, sum(each.get(first) == part for each in self.stored)
+
+    @cached_property
+    def _names(self) -> frozenset[frozenset[str]]:
+        """Names of the tensors that ranks have parts of, which those of a pipeline stage have in common."""
+        return frozenset(frozenset(parts) for parts in {id(each): each for each in (*self.sent, *self.stored)}.values())
+
+
+@lru_cache(maxsize=64)
+def _copies_in_replica(model: PlacedModel, shape: ModelShape) -> Mapping[str, int]:
+    """Return how many ranks of one replica store the same part of a trained parameter, by name; of one that is not
+    split all of them."""
+    replica = [trained_parts(model, shape, rank) for rank in model.layout.of_weights.replica_sets[0]]
+    found: dict[str, list[Part]] = defaultdict(list)
+    for parts in replica:
+        for name, part in parts.items():
+            found[name].append(part)
+    kinds = {name: len({*parts}) for name, parts in found.items()}
+    return {name: len(replica) if kinds[name] == 1 else len(parts) // kinds[name] for name, parts in found.items()}
