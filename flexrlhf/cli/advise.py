@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flexrlhf.cli.basis import Basis
-from flexrlhf.cli.options import ConfigOption, MeasuredIn, Overrides, Profile, RunOptions, complete_config
+from flexrlhf.cli.options import ConfigOption, MeasuredIn, Overrides, Price, Profile, RunOptions, complete_config
 from flexrlhf.cli.working import working
 from flexrlhf.config.data_settings import MOST_TOKENS
 from flexrlhf.config.engines import MODEL_ENGINES
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flexrlhf.guideline.advice.candidates import Method
     from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
     from flexrlhf.guideline.simulation.measured_run import MeasuredRun
+    from flexrlhf.guideline.simulation.usage import Prices
 
 Text = str | None
 Count = int | None
@@ -117,6 +118,7 @@ def advise(
     max_lag: MaxLag = None,
     max_batch: MaxBatch = False,
     from_: MeasuredIn = None,
+    price: Price = None,
     output: Output = None,
 ) -> None:
     """Recommend a placement, with reasons and alternatives.
@@ -126,6 +128,8 @@ def advise(
     from flexrlhf.guideline.advice.advice_text import is_advised
     from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.simulation.lengths import expected_lengths
+    from flexrlhf.guideline.simulation.usage import read_prices
+    from flexrlhf.placement.cluster import make_cluster
 
     if per_operator and tie is not None:
         raise UserError(f"--tie {tie:g}: --per-operator takes the fastest placement; leave one out")
@@ -164,13 +168,14 @@ def advise(
         spec = basis.run.record.plan.spec
     else:
         spec = options.spec(config, tuple(set_ or ()))
+    prices = read_prices(price, make_cluster(spec.cluster).classes)
     expected = basis.lengths(lengths, mean_response, read=partial(expected_lengths, spec, lengths, mean_response))
     if basis.run is not None and is_as_trained:
-        found = _on_run(replace(basis.run, lengths=expected), seconds, tie, take, max_batch)
+        found = _on_run(replace(basis.run, lengths=expected), seconds, tie, take, max_batch, prices)
     elif per_operator:
-        found = _on_operators(spec, basis.source(spec), expected, seconds)
+        found = _on_operators(spec, basis.source(spec), expected, seconds, prices)
     else:
-        found = _on_models(spec, basis.source(spec), expected, seconds, tie, take, max_lag, max_batch)
+        found = _on_models(spec, basis.source(spec), expected, seconds, tie, take, max_lag, max_batch, prices)
     typer.echo(found.text)
     if output is not None:
         found.write(output)
@@ -191,7 +196,7 @@ class Recommendation:
 
 
 def _on_run(
-    run: MeasuredRun, seconds: float, tie: float | None, take: Method | None, max_batch: bool
+    run: MeasuredRun, seconds: float, tie: float | None, take: Method | None, max_batch: bool, prices: Prices | None
 ) -> Recommendation:
     """Return whether a run should go on under another placement."""
     from flexrlhf.guideline.advice.advice_text import format_advice, write_advised
@@ -200,18 +205,20 @@ def _on_run(
 
     with working("searching for a placement"):
         found = replan(run, restart_seconds(run), None, seconds, tie, take)
-    text = f"{format_advice(found.advice, run.source, max_batch)}\n\n{format_replan(found)}"
+    text = f"{format_advice(found.advice, run.source, max_batch, prices)}\n\n{format_replan(found)}"
     return Recommendation(text, partial(write_advised, found.best))
 
 
-def _on_operators(spec: Spec, source: CostSource, lengths: TextLengths, seconds: float) -> Recommendation:
+def _on_operators(
+    spec: Spec, source: CostSource, lengths: TextLengths, seconds: float, prices: Prices | None
+) -> Recommendation:
     """Return a placement of each operator."""
     from flexrlhf.guideline.advice.advice_text import format_operator_advice, write_operator_advice
     from flexrlhf.guideline.advice.operator_space import advise_operators
 
     with working("searching for a placement of each operator"):
         operators = advise_operators(spec, source.costs, lengths, seconds)
-    return Recommendation(format_operator_advice(operators, source), partial(write_operator_advice, operators))
+    return Recommendation(format_operator_advice(operators, source, prices), partial(write_operator_advice, operators))
 
 
 def _on_models(
@@ -223,6 +230,7 @@ def _on_models(
     take: Method | None,
     max_lag: int | None,
     max_batch: bool,
+    prices: Prices | None,
 ) -> Recommendation:
     """Return a placement of each model."""
     from flexrlhf.guideline.advice.advice_text import format_advice, write_advised
@@ -232,4 +240,4 @@ def _on_models(
         margin = source.accuracy.tie if tie is None else tie
         advice = advise(spec, source.costs, lengths, seconds, margin, max_lag=max_lag)
         advice = advice if take is None else with_kind(advice, take)
-    return Recommendation(format_advice(advice, source, max_batch), partial(write_advised, advice.best))
+    return Recommendation(format_advice(advice, source, max_batch, prices), partial(write_advised, advice.best))

@@ -79,6 +79,12 @@ MeasuredIn = Annotated[
         help="directory of a run: times scaled to its own, lengths of its last steps; its config if none is given",
     ),
 ]
+Price = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NUMBER", help="price of an hour of a GPU, for the money of the run; CLASS=NUMBER,... by device class"
+    ),
+]
 Nnodes = Annotated[int, typer.Option(min=1, help="number of nodes")]
 NodeRank = Annotated[int, typer.Option(min=0, help="number of this node")]
 RdzvEndpoint = Annotated[str, typer.Option(help="HOST:PORT of node 0, with several nodes")]

@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from flexrlhf.cli.errors import print_error
-from flexrlhf.cli.options import ActorModelPath, ConfigOption, Configs, Force, Overrides, RunOptions, with_run_options
+from flexrlhf.cli.options import (
+    ActorModelPath,
+    ConfigOption,
+    Configs,
+    Force,
+    Overrides,
+    Price,
+    RunOptions,
+    with_run_options,
+)
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_absent_data, print_data_lines
 from flexrlhf.cli.working import working
 from flexrlhf.config.spec_file import dump_spec
@@ -35,8 +44,8 @@ WRITTEN = "# every setting of"
 
 
 @with_run_options
-def plan(runs: RunOptions, force: Force = False, html: Html = None, output: Output = None) -> None:
-    """Print placement, schedule and memory of each run.
+def plan(runs: RunOptions, force: Force = False, price: Price = None, html: Html = None, output: Output = None) -> None:
+    """Print placement, schedule, memory and predicted speed of each run.
 
     Transfers and process groups, too. Data that exists is checked. Starts nothing.
     """
@@ -61,12 +70,36 @@ def plan(runs: RunOptions, force: Force = False, html: Html = None, output: Outp
             found = inspect_data(plans)
         print_data_lines(found)
         print_absent_data(plans)
+    _print_predictions(plans, price)
     if html is not None:
         _write_page(plans, html)
     check_memory(plans, force)
     if output is not None:
         write_output(output, "--output", f"{WRITTEN} {plans[0].spec.name}\n{dump_spec(plans[0].spec)}")
         typer.echo(f"written to {output}")
+
+
+def _print_predictions(plans: Sequence[Plan], price: str | None) -> None:
+    """Print the predicted speed of each run whose models and devices have known costs.
+
+    Raises UserError for prices of runs without a prediction.
+    """
+    from flexrlhf.guideline.simulation.inputs import costs_for
+    from flexrlhf.guideline.simulation.lengths import read_lengths
+    from flexrlhf.guideline.simulation.simulate import simulate
+    from flexrlhf.guideline.simulation.simulation_text import format_prediction
+    from flexrlhf.guideline.simulation.usage import read_prices
+
+    prices = read_prices(price, (name for plan in plans for name in plan.cluster.classes))
+    for plan in plans:
+        try:
+            source = costs_for(plan.spec, None)
+            simulation = simulate(plan, source.costs, read_lengths(None, plan))
+        except UserError as error:
+            if price is not None:
+                raise UserError(f"--price {price}: no speed of {plan.spec.name} is predicted ({error})") from None
+        else:
+            typer.echo(f"{plan.spec.name}: {format_prediction(simulation, source, prices)}\n")
 
 
 def _write_page(plans: Sequence[Plan], path: Path) -> None:

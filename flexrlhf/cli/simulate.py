@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flexrlhf.cli.basis import Basis
-from flexrlhf.cli.options import MeasuredIn, Profile, RunOptions, with_run_options
+from flexrlhf.cli.options import MeasuredIn, Price, Profile, RunOptions, with_run_options
 from flexrlhf.cli.planning import plan_runs
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
@@ -59,6 +59,7 @@ def simulate(
     what_if: WhatIf = None,
     profile: Profile = None,
     from_: MeasuredIn = None,
+    price: Price = None,
     against: Against = None,
     output: Output = None,
     steps: Steps = DEFAULT_STEPS,
@@ -74,6 +75,7 @@ def simulate(
     from flexrlhf.guideline.simulation.lengths import read_lengths
     from flexrlhf.guideline.simulation.simulate import check_timeline, is_simulated, simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
+    from flexrlhf.guideline.simulation.usage import read_prices
     from flexrlhf.guideline.simulation.what_if import what_if as find_outcomes
     from flexrlhf.guideline.simulation.what_if_text import format_what_if
 
@@ -88,6 +90,8 @@ def simulate(
         raise UserError(f"{option}: goes with one run, and {several[0]} compares several")
     if what_if and len(several) > 1:
         raise UserError(f"--what-if: not together with {several[0]}; give one of them")
+    if several and price is not None:
+        raise UserError(f"--price {price}: is of one run, and {several[0]} compares several; leave one out")
     measured = read_run(against) if against is not None else None
     basis = Basis.of(profile, from_)
     if from_ is not None and basis.run is not None:
@@ -98,6 +102,7 @@ def simulate(
         raise UserError(f"{'--against' if against else '--output'}: goes with one config, found {len(plans)}")
     if output is not None:
         check_timeline(plans[0], steps)
+    prices = read_prices(price, (name for plan in plans for name in plan.cluster.classes))
     for plan in plans:
         source = basis.source(plan.spec)
         read = partial(read_lengths, lengths, plan, mean_response)
@@ -111,7 +116,7 @@ def simulate(
             typer.echo(format_asynchrony(compared, source) + "\n")
             continue
         simulation = simulate(plan, source.costs, expected)
-        typer.echo(format_simulation(simulation, source) + "\n")
+        typer.echo(format_simulation(simulation, source, prices) + "\n")
         if measured is not None:
             typer.echo(format_comparison(compare(simulation, measured), against) + "\n")
         if output is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexrlhf.cli.advise import Engine, MeanResponse, MiniBatches, Prompts, PromptTokens, Rollout, Samples
-from flexrlhf.cli.options import Overrides
+from flexrlhf.cli.options import Overrides, Price
 from flexrlhf.cli.working import working
 from flexrlhf.config.data_settings import MOST_TOKENS
 from flexrlhf.config.user_paths import check_output, check_output_directory, write_output
@@ -61,6 +61,7 @@ def size(
     engine: Engine = None,
     rollout: Rollout = None,
     set_: Overrides = None,
+    price: Price = None,
     output: Directory = None,
     markdown: Markdown = None,
     html: Html = None,
@@ -73,6 +74,7 @@ def size(
     from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.advice.sizes import CLASSES, RESPONSES, SizeTable
     from flexrlhf.guideline.advice.sizes_text import SizesText, is_sizes
+    from flexrlhf.guideline.simulation.usage import read_prices
     from flexrlhf.report.page import is_own_page
 
     if output is not None:
@@ -100,6 +102,7 @@ def size(
         mean=mean_response,
     )
     cells, sizes = table.cells, []
+    prices = read_prices(price, table.device_classes)
     for number, cell in enumerate(cells):
         training = "full" if cell.lora is None else f"LoRA {cell.lora}"
         what = f"{cell.model}, {cell.algorithm}, {cell.response_tokens} tokens, {training}, {cell.gpu_type}"
@@ -113,9 +116,10 @@ def size(
         "mean_response": mean_response,
         **others.given,
         "set": set_,
+        "price": price,
         "markdown": markdown,
     }
-    text = SizesText(table, sizes, _command(models, given))
+    text = SizesText(table, sizes, _command(models, given), prices)
     typer.echo(text.terminal())
     if output is not None:
         _write_plans(output, sizes)
@@ -150,9 +154,9 @@ def _page(text: SizesText) -> str:
     """Return the HTML of a table: all classes next to each other, then the plan of each cell."""
     from flexrlhf.report.page import Page, Section, Table, render
 
-    short, long = ((head, tuple(rows)) for head, *rows in (text.grid(), text.lines()))
+    short, long, costs = (Table(head, tuple(rows)) for head, *rows in (text.grid(), text.lines(), text.costs()))
     sections = (
-        Section("devices", "Devices", text.title, tables=(Table(*short),), notes=tuple(text.notes())),
-        Section("plans", "Plans on the fewest devices", tables=(Table(*long),)),
+        Section("devices", "Devices", text.title, tables=(short,), notes=tuple(text.notes())),
+        Section("plans", "Plans on the fewest devices", tables=(long, costs), notes=(text.cost_note,)),
     )
     return render(Page("Devices that a model needs", (), sections, text.command))

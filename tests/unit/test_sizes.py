@@ -110,7 +110,8 @@ def test_the_table_is_printed_and_written(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     options = ["--gpu-type", "v100-16", "--gpu-type", "A10-24G", "--response-tokens", "256", "--lora", "8"]
     written = ["-o", "plans", "--markdown", "sizes.md", "--html", "sizes.html"]
-    result = CliRunner().invoke(app, ["size", "qwen2.5-0.5b", "--algorithm", "dpo", *options, *written])
+    priced = ["--price", "0.5"]
+    result = CliRunner().invoke(app, ["size", "qwen2.5-0.5b", "--algorithm", "dpo", *options, *priced, *written])
     assert result.exit_code == 0, result.output
     page, html = Path("sizes.md").read_text(), Path("sizes.html").read_text()
     shown = cells(page)
@@ -121,8 +122,12 @@ def test_the_table_is_printed_and_written(tmp_path: Path, monkeypatch: pytest.Mo
         devices, speeds = numbers(cell)
         assert 0 < speeds[0] < speeds[1] < speeds[2]
         assert cell in html and len(html) < 1e5
-        (line,) = [line for line in result.stdout.splitlines() if f"{training:<8}  {name}" in line]
+        line, costs = [line for line in result.stdout.splitlines() if f"{training:<8}  {name}" in line]
         assert f"{speeds[0]:g}" in line
+        # 1,024 responses a step, 100 steps; speeds are rounded
+        *_, hours, price, _ = costs.split()
+        assert float(hours) == pytest.approx(100 * 1024 / speeds[0] * devices / 3600, rel=0.01)
+        assert float(price) == pytest.approx(0.5 * float(hours), rel=0.01)
         for times in (1, 2, 4):
             plan = make_plan(load_spec(Path("plans", file_name(training, name, times * devices))))
             check_fits(plan)

@@ -25,6 +25,8 @@ from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
+from flexrlhf.guideline.simulation.usage import Prices, usage_of
+from flexrlhf.guideline.simulation.usage_text import usage_lines
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.hub_names import with_names
 from flexrlhf.plan.models import without_device_sizes
@@ -50,11 +52,12 @@ SIMULATED = "a step as simulated"
 """Words that the first line of an advised YAML has."""
 
 
-def format_advice(advice: Advice, source: CostSource, max_batch: bool = False) -> str:
+def format_advice(advice: Advice, source: CostSource, max_batch: bool = False, prices: Prices | None = None) -> str:
     """Return the whole report.
 
     source:     of the seconds.
     max_batch:  whether to try the largest batch of placements.
+    prices:     of devices; None: no money is printed.
     """
     tie = f"; `=`: as fast as the fastest within {advice.margin:.0%}" if len(_equal(advice)) > 1 else ""
     taken = "the one to use" if advice.take is None else f"the one to use, by --take {advice.take}"
@@ -62,7 +65,7 @@ def format_advice(advice: Advice, source: CostSource, max_batch: bool = False) -
     ruled = (a for a in advice.feasible if a.candidate.method == "guideline" and a is not advice.best)
     rules = [f"{rule.name} ({rule.source}): {rule.reason}" for rule in advice.rules]
     sections = [
-        _head(advice, source),
+        "\n".join([_head(advice, source), *usage_lines(usage_of(advice.best.simulation, prices))]),
         _titled(ranked, _ranking(advice)),
         *[_titled(f"settings of {_name(item)}", _settings(item)) for item in (advice.best, *ruled)],
         _titled("why", _reasons(advice)),
@@ -366,10 +369,11 @@ def _search_row(label: str, result: SearchResult) -> tuple[str, ...]:
     return (label, *counts, f"{result.wall_seconds:.2f}", best, gap)
 
 
-def format_operator_advice(advice: OperatorAdvice, source: CostSource) -> str:
-    """Return the whole report. ``source``: of the seconds."""
+def format_operator_advice(advice: OperatorAdvice, source: CostSource, prices: Prices | None = None) -> str:
+    """Return the whole report; arguments as of ``format_advice``."""
     plan, seconds = advice.plan, advice.simulation.seconds
     found = advice.result
+    usage = "\n".join(usage_lines(usage_of(advice.simulation, prices)))
     how = "no placement of the space is faster" if found.is_optimal else f"none is over {found.gap:.0%} faster"
     sections = [
         f"{plan.spec.algorithm.name} on {plan.placement.num_ranks} devices, operators placed; seconds from "
@@ -377,7 +381,7 @@ def format_operator_advice(advice: OperatorAdvice, source: CostSource) -> str:
         "\n".join(f"  {line}" for line in _operators(plan)),
         f"{seconds:.2f} s {SIMULATED}, {plan.batch.num_taken / seconds:.4g} samples/s, at most "
         f"{bytes_text(_peak(advice))} on a device\n{range_text(source.accuracy_of(plan), seconds)}\n"
-        f"search: {found.space:.3g} placements in {found.wall_seconds:.1f} s, "
+        f"{usage}\nsearch: {found.space:.3g} placements in {found.wall_seconds:.1f} s, "
         f"{how}",
     ]
     return "\n\n".join(sections)

@@ -19,6 +19,7 @@ from flexrlhf.guideline.advice.refusal import last_resort
 from flexrlhf.guideline.advice.request import AdviceOptions, find_class
 from flexrlhf.guideline.advice.space import Space, make_space
 from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
+from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.devices import GPUS_PER_NODE
 
 CLASSES = ("RTX4090-24G", "L40S-48G", "A100-80G", "H100-80G")
@@ -135,6 +136,12 @@ class SizeTable:
             # before minutes are spent on others
             self._spec(each)
         return cells
+
+    @property
+    def device_classes(self) -> list[str]:
+        """Classes of the devices of all cells."""
+        clusters = (make_cluster(self._spec(each).cluster) for each in self.cells)
+        return [*dict.fromkeys(name for cluster in clusters for name in cluster.classes)]
 
     def size(self, options: AdviceOptions) -> Size:
         """Return the devices for one cell. Raises UserError for settings that its first engines have not."""

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from flexrlhf.display.plain_lines import rate
 from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.advice.sizes import MOST_DEVICES, TIMES, Size, SizedPlan, SizeTable
 from flexrlhf.guideline.costs.profiles import accuracy_by_figures
 from flexrlhf.guideline.simulation.inputs import engine_family
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
+from flexrlhf.guideline.simulation.usage import THOUSAND, Prices, RunUsage, usage_of
+from flexrlhf.guideline.simulation.usage_text import amount_text, duration_text, share_text
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import bytes_text, table
 
@@ -28,18 +31,22 @@ class SizesText:
     table:    the requests
     sizes:    a result for each of its cells
     command:  the command line
+    prices:   of devices; None: no money is printed
     """
 
     table: SizeTable
     sizes: Sequence[Size]
     command: str
+    prices: Prices | None = None
 
     def terminal(self) -> str:
-        """Return a line for each cell, with the plan on the fewest devices."""
-        head, *rows = self.lines()
-        names = len(head) - 5 - len(TIMES)
-        aligned = table([head, *rows], "<" * names + "><<>>" + ">" * len(TIMES))
-        return "\n".join([self.title, *(f"  {line}" for line in aligned), "", *(f"  {note}" for note in self.notes())])
+        """Return a line for each cell, with the plan on the fewest devices, then one on its speed and cost."""
+        names = len(self._names()) + 1
+        plans, costs = [*self.lines()], [*self.costs()]
+        lines = table(plans, "<" * names + "><<" + ">" * (len(plans[0]) - names - 3))
+        lines += ["", *table(costs, "<" * names + ">" * (len(costs[0]) - names))]
+        notes = [self.cost_note, *self.notes()]
+        return "\n".join([self.title, *(f"  {line}".rstrip() for line in [*lines, "", *notes])])
 
     def markdown(self) -> str:
         """Return a page with a row for each model, length and kind of training, and a column for each class."""
@@ -65,6 +72,22 @@ class SizesText:
         yield (*self._names(), "class", "devices", *plan, *speeds)
         for size in self.sizes:
             yield (*self._names(size.options), size.options.gpu_type or "", *_cells(size))
+
+    def costs(self) -> Iterator[Row]:
+        """Yield the head and a row for each cell with a plan, on the speed and cost of a run on the fewest devices."""
+        money = () if self.prices is None else ("price", f"of {THOUSAND:,} steps")
+        usage = ("devices", "tokens/s", "per GPU", "MFU", "all steps", "GPU-hours", *money)
+        yield (*self._names(), "class", *usage)
+        for size in self.sizes:
+            if size.plans:
+                usage = _usage_cells(usage_of(size.plans[0].chosen.simulation, self.prices))
+                yield (*self._names(size.options), size.options.gpu_type or "", *usage)
+
+    @property
+    def cost_note(self) -> str:
+        """Sentence on the columns of ``costs``; all runs have as many steps."""
+        steps = next((plan.chosen.plan.spec.steps for size in self.sizes for plan in size.plans), 0)
+        return f"tokens/s: of prompts and responses, on the fewest devices; all steps: their time, of {steps:,} steps"
 
     def grid(self) -> Iterator[Row]:
         """Yield the head and a row for all classes."""
@@ -100,6 +123,18 @@ class SizesText:
         if plan is not None:
             command = plan.command(self.table.overrides, self.table.mean)
             yield f"each is a plan of `advise`, the first of `{command}`; `-o DIRECTORY` writes the YAMLs of all"
+
+
+def _usage_cells(usage: RunUsage) -> Row:
+    money = (usage.money(usage.steps), usage.money(THOUSAND))
+    return (
+        str(usage.num_devices),
+        *(rate(speed) for speed in (usage.tokens_per_second, usage.tokens_per_device)),
+        "-" if usage.mfu is None else share_text(usage.mfu),
+        duration_text(usage.duration),
+        amount_text(usage.device_hours),
+        *(amount_text(each) for each in money if each is not None),
+    )
 
 
 def is_sizes(text: str) -> bool:

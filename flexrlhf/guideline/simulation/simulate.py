@@ -37,7 +37,8 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
 from flexrlhf.timeline import Span, write_trace
 
-_PARTS: Mapping[CallKind, StepPart] = {"generate": "generation", "train": "training", "forward": "other calls"}
+PARTS: Mapping[CallKind, StepPart] = {"generate": "generation", "train": "training", "forward": "other calls"}
+"""Part of a step that calls of each kind are in."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,13 @@ class Simulation:
     @property
     def part_seconds(self) -> Mapping[StepPart, float]:
         """Longest time that a device runs models of each part in a step."""
-        by_rank: dict[StepPart, dict[int, float]] = {part: defaultdict(float) for part in _PARTS.values()}
+        by_rank: dict[StepPart, dict[int, float]] = {part: defaultdict(float) for part in PARTS.values()}
         for item in self.regular:
             run = item.instruction
             if isinstance(run, Run) and run.operator.call is not None:
                 for ranks in self.blocks:
                     if ranks[0] in run.ranks:
-                        by_rank[_PARTS[run.operator.call]][ranks[0]] += item.cost.seconds / item.every
+                        by_rank[PARTS[run.operator.call]][ranks[0]] += item.cost.seconds / item.every
         return {part: max(seconds.values()) for part, seconds in by_rank.items() if seconds}
 
     @cached_property

@@ -13,6 +13,8 @@ from flexrlhf.guideline.simulation.episode_prices import crowding
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulate import Simulation, TimeShares
 from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction
+from flexrlhf.guideline.simulation.usage import Prices, usage_of
+from flexrlhf.guideline.simulation.usage_text import usage_lines
 from flexrlhf.plan.largest_batch import longest_text_line
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync, without_turn
@@ -22,11 +24,15 @@ LABEL_WIDTH, RANKS_WIDTH = 52, 24
 NUM_KEYS = 5
 
 
-def format_simulation(simulation: Simulation, source: CostSource) -> str:
-    """Return the text of a simulation. ``source``: origin of the predicted time."""
+def format_simulation(simulation: Simulation, source: CostSource, prices: Prices | None = None) -> str:
+    """Return the text of a simulation.
+
+    source:  origin of the predicted time
+    prices:  of devices; None: no money is printed
+    """
     plan = simulation.plan
     sections = [
-        _head(simulation, source),
+        _head(simulation, source, prices),
         _titled("instructions of one step (left: the ranks that an instruction names)", _instructions(simulation)),
         _titled("devices, share of the step", _devices(simulation)),
         _titled("placed models, share of the step that they run", _models(simulation)),
@@ -37,27 +43,43 @@ def format_simulation(simulation: Simulation, source: CostSource) -> str:
     return "\n\n".join("\n".join(section) for section in sections)
 
 
+def format_prediction(simulation: Simulation, source: CostSource, prices: Prices | None = None) -> str:
+    """Return the short text of a simulation, which ends that of its plan; arguments as of ``format_simulation``."""
+    return "\n".join(_titled(f"predicted, by {source.name}", _speed(simulation, source, prices)))
+
+
 def _titled(title: str, lines: Iterable[str]) -> list[str]:
     return [title, *(f"  {line}" for line in lines)]
 
 
-def _head(simulation: Simulation, source: CostSource) -> list[str]:
-    plan, lengths = simulation.plan, simulation.lengths
-    ranks = plan.placement.num_ranks
-    return [
-        f"{plan.spec.name}: {plan.spec.algorithm.name}, {plan.strategy} on {ranks} devices "
-        f"({', '.join(plan.cluster.classes)}), by {source.name}",
-        f"  {seconds_text(simulation.seconds)} a step, {simulation.samples_per_second:.4g} samples/s, of "
-        f"{lengths.mean_prompt:.4g} prompt tokens and {lengths.mean_response:.4g} of the response{lengths.assumption}"
-        f"{_passes(simulation)}",
-        f"  {range_text(source.accuracy_of(plan), simulation.seconds)}",
-        *_parts(simulation, source),
-        f"  devices run models {_percent(simulation.utilisation)} of the time, and {_percent(simulation.bubble)} "
-        f"they wait (the bubble)",
+def _head(simulation: Simulation, source: CostSource, prices: Prices | None) -> list[str]:
+    plan = simulation.plan
+    title = (
+        f"{plan.spec.name}: {plan.spec.algorithm.name}, {plan.strategy} on {plan.placement.num_ranks} devices "
+        f"({', '.join(plan.cluster.classes)}), by {source.name}"
+    )
+    lines = [
+        *_speed(simulation, source, prices),
+        f"devices run models {_percent(simulation.utilisation)} of the time, and {_percent(simulation.bubble)} they "
+        f"wait (the bubble)",
         *_copies(simulation),
         *_environments(simulation, source),
-        *(f"  {line}" for line in longest_text_line(plan)),
+        *longest_text_line(plan),
     ]
+    return _titled(title, lines)
+
+
+def _speed(simulation: Simulation, source: CostSource, prices: Prices | None) -> Iterator[str]:
+    """Yield lines on the time of a step with its range, by part, and on the run in a user's units."""
+    lengths = simulation.lengths
+    yield (
+        f"{seconds_text(simulation.seconds)} a step, {simulation.samples_per_second:.4g} samples/s, of "
+        f"{lengths.mean_prompt:.4g} prompt tokens and {lengths.mean_response:.4g} of the response{lengths.assumption}"
+        f"{_passes(simulation)}"
+    )
+    yield range_text(source.accuracy_of(simulation.plan), simulation.seconds)
+    yield from _parts(simulation, source)
+    yield from usage_lines(usage_of(simulation, prices))
 
 
 def _copies(simulation: Simulation) -> Iterator[str]:
@@ -65,7 +87,7 @@ def _copies(simulation: Simulation) -> Iterator[str]:
     if simulation.copying:
         copying, exposed = seconds_text(simulation.copying), seconds_text(simulation.exposed)
         hidden = _percent(1 - simulation.exposed / simulation.copying)
-        yield f"  models are copied to host memory and back for {copying}, {hidden} hidden: a step is {exposed} longer"
+        yield f"models are copied to host memory and back for {copying}, {hidden} hidden: a step is {exposed} longer"
 
 
 def _environments(simulation: Simulation, source: CostSource) -> Iterator[str]:
@@ -77,8 +99,8 @@ def _environments(simulation: Simulation, source: CostSource) -> Iterator[str]:
     times = source.costs.environment(environment.name)
     longer = 1.0 if times is None else crowding(simulation.plan, times.computing)
     shared = f", {longer:.3g} times as long as with a core for each" if longer > 1 else ""
-    yield f"  environments reply in {replies} of a step, in {processes}{shared}"
-    yield f"  ranks wait for them {seconds_text(waits)} ({_percent(waits / (simulation.seconds or 1.0))} of a step)"
+    yield f"environments reply in {replies} of a step, in {processes}{shared}"
+    yield f"ranks wait for them {seconds_text(waits)} ({_percent(waits / (simulation.seconds or 1.0))} of a step)"
 
 
 def _parts(simulation: Simulation, source: CostSource) -> Iterator[str]:
@@ -89,7 +111,7 @@ def _parts(simulation: Simulation, source: CostSource) -> Iterator[str]:
         unit = high[high.index(" ") :]
         texts.append(f"{part} {seconds_text(seconds)} ({low.removesuffix(unit)} to {high})")
     if len(texts) > 1:
-        yield f"  {', '.join(texts)}"
+        yield ", ".join(texts)
 
 
 def _passes(simulation: Simulation) -> str:
