@@ -76,6 +76,8 @@ def summary(records: Sequence[Record]) -> Iterator[str]:
     if compared:
         yield _shares("loss with --tie 0", [each["loss"] for each in compared])
         yield _shares("loss against rows of the ranking", list(map(_to_rows, compared)))
+        kinds = [max(each.get("kinds", {"": 0.0}).values(), default=0.0) for each in compared]
+        yield _shares("loss of a search's row against others of its kind", kinds)
         yield _shares("loss by the tie", [each["tie cost"] for each in compared])
     yield f"refused, though a plan fits: {', '.join(each['name'] for each in refused if 'changes' in each) or 'none'}"
     times = [each["cpu"] for each in records if "cpu" in each]

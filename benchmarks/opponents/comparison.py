@@ -74,6 +74,7 @@ class Comparison:
         record: Record = {"pick": best.candidate.name, "s": seconds}
         record |= {"tie": tied.candidate.name, "tie cost": tied.seconds / best.seconds - 1}
         record["rows"] = list(self._rows(advice, tied, planned_seconds))
+        record["kinds"] = dict(_losses_by_kind(advice))
         if isinstance(seconds, str):
             return record
         moves = Moves(Random(self.case.name), start, spec, planned_seconds.lag)
@@ -127,6 +128,18 @@ class Comparison:
                 self.path("best.yaml").write_text(write_yaml(found.raw))
                 return record | {"changes": changed_paths(start, found.raw), "best": found.seconds}
         return record
+
+
+def _losses_by_kind(advice: Advice) -> Iterator[tuple[str, float]]:
+    """Yield by how much the search's row with shadows or without, and with a lag, is slower than others of its kind."""
+    kinds: dict[tuple[bool, int], list[FeasibleCandidate]] = {}
+    for row in advice.feasible:
+        kinds.setdefault((row.candidate.space.has_shadows, row.lag), []).append(row)
+    for (has_shadows, lag), rows in kinds.items():
+        own = min((row.seconds for row in rows if row.candidate.method == "search"), default=None)
+        if own is not None:
+            name = f"{'with' if has_shadows else 'without'} shadows, lag {lag}"
+            yield name, own / min(row.seconds for row in rows) - 1
 
 
 def _fastest(advice: Advice, method: str) -> float | None:
