@@ -44,12 +44,13 @@ _OPTIONAL = ("num_key_value_heads", "head_dim")
 """Follow from the others where a config has none."""
 
 
-def _config(model_type: str, *sizes: int, head_dim: int | None = None, tied: bool = False, **experts: Any) -> Config:
-    """Return a config with ``sizes``, in the order of ``_KEYS``, and the settings of its experts."""
+def _config(model_type: str, *sizes: int, head_dim: int | None = None, tied: bool = False, **others: Any) -> Config:
+    """Return a config with ``sizes``, in the order of ``_KEYS``, and ``others``: of experts, or of sliding attention,
+    which transformers gives Mistral's family where a config leaves it out."""
     config: Config = {"model_type": model_type, **dict(zip(_KEYS, sizes, strict=True))}
     if head_dim is not None:
         config["head_dim"] = head_dim
-    return {**config, "tie_word_embeddings": tied, **experts}
+    return {**config, "tie_word_embeddings": tied, **others}
 
 
 def _experts(number: int, active: int, **sizes: int) -> dict[str, Any]:
@@ -80,10 +81,11 @@ MODELS: dict[str, Config] = {
     "llama-3.1-405b": _config("llama", 16384, 53248, 126, 128, 8, 128256),
     "llama-3.2-1b": _config("llama", 2048, 8192, 16, 32, 8, 128256, head_dim=64, tied=True),
     "llama-3.2-3b": _config("llama", 3072, 8192, 28, 24, 8, 128256, head_dim=128, tied=True),
-    "mistral-7b": _config("mistral", 4096, 14336, 32, 32, 8, 32768),
-    "mistral-7b-v0.1": _config("mistral", 4096, 14336, 32, 32, 8, 32000),
-    "mistral-nemo-12b": _config("mistral", 5120, 14336, 40, 32, 8, 131072, head_dim=128),
-    "mistral-large-123b": _config("mistral", 12288, 28672, 88, 96, 8, 32768),
+    "mistral-7b": _config("mistral", 4096, 14336, 32, 32, 8, 32768, sliding_window=None),
+    "mistral-7b-v0.1": _config("mistral", 4096, 14336, 32, 32, 8, 32000, sliding_window=4096),
+    "mistral-7b-v0.2": _config("mistral", 4096, 14336, 32, 32, 8, 32000, sliding_window=None),
+    "mistral-nemo-12b": _config("mistral", 5120, 14336, 40, 32, 8, 131072, head_dim=128, sliding_window=None),
+    "mistral-large-123b": _config("mistral", 12288, 28672, 88, 96, 8, 32768, sliding_window=None),
     "deepseek-llm-7b": _config("llama", 4096, 11008, 30, 32, 32, 102400),
     "smollm2-1.7b": _config("llama", 2048, 8192, 24, 32, 32, 49152, tied=True),
     "qwen2.5-0.5b": _config("qwen2", 896, 4864, 24, 14, 2, 151936, tied=True),
@@ -136,7 +138,8 @@ _NAMED = (
     (r"llama-?3-?(8|70)b", "llama-3-{}b"),
     (r"llama-?2-?(7|13|70)b", "llama-2-{}b"),
     (r"codellama-34b", "codellama-34b"),
-    (r"mistral-7b(?:-instruct)?-v0\.[12]|zephyr-7b", "mistral-7b-v0.1"),
+    (r"mistral-7b(?:-instruct)?-v0\.1|zephyr-7b", "mistral-7b-v0.1"),
+    (r"mistral-7b(?:-instruct)?-v0\.2", "mistral-7b-v0.2"),
     (r"mistral-7b(?:-instruct)?-v0\.3", "mistral-7b"),
     (r"mistral-nemo", "mistral-nemo-12b"),
     (r"deepseek-llm-7b", "deepseek-llm-7b"),

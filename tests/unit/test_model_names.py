@@ -11,6 +11,7 @@ from small_runs import plan_of
 from flexrlhf.config.model_names import MODELS, find_model, named_sizes
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.errors import UserError
+from flexrlhf.weights.families import attention_window
 from flexrlhf.weights.shapes import model_shape
 
 BILLIONS = {
@@ -60,6 +61,13 @@ def test_a_name_has_its_parameters(name: str) -> None:
     assert shape.num_parameters / 1e9 == pytest.approx(BILLIONS[name], abs=6e-4)
 
 
+def test_no_named_model_has_a_window_but_the_two_that_were_published_with_one() -> None:
+    """Mistral's first release, and half of the layers of gpt-oss; later ones of Mistral are written without."""
+    windows = {name: attention_window(config) for name, config in MODELS.items()}
+    found = {name: window for name, window in windows.items() if window is not None}
+    assert found == {"mistral-7b-v0.1": 4096, "gpt-oss-20b": 128, "gpt-oss-120b": 128}
+
+
 HUB = {
     "Qwen/Qwen2.5-Math-7B-Instruct": "qwen2.5-7b",
     "~/models/Qwen3-4B-Instruct-2507": "qwen3-4b",
@@ -67,7 +75,8 @@ HUB = {
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": "r1-distill-qwen-1.5b",
     "meta-llama/Meta-Llama-3-8B": "llama-3-8b",
     "someone/Llama-3.2-3B-rm": "llama-3.2-3b",
-    "mistralai/Mistral-7B-Instruct-v0.2": "mistral-7b-v0.1",
+    "mistralai/Mistral-7B-Instruct-v0.1": "mistral-7b-v0.1",
+    "mistralai/Mistral-7B-Instruct-v0.2": "mistral-7b-v0.2",
     "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
     "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
     "unsloth/gpt-oss-20b-BF16": "gpt-oss-20b",
