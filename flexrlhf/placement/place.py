@@ -192,7 +192,7 @@ def make_layout(
     ``section``: of the YAML, with the degrees. Raises UserError for degrees and shares that do not fit the ranks.
     """
     ranks = tuple(sorted(written))
-    _check_degrees(name, section, ranks, degrees, cluster)
+    check_degrees(name, section, ranks, degrees, cluster)
     layout = Layout(ranks, degrees.tp, degrees.pp, cp=degrees.cp, ep=degrees.ep)
     shares = entry.row_shares
     if shares is None:
@@ -208,7 +208,7 @@ def make_layout(
     return replace(layout, row_shares=() if len(set(shares)) == 1 else shares)
 
 
-def _check_degrees(name: str, section: str, ranks: tuple[int, ...], degrees: Degrees, cluster: Cluster) -> None:
+def check_degrees(name: str, section: str, ranks: tuple[int, ...], degrees: Degrees, cluster: Cluster) -> None:
     """Raise UserError for degrees that do not divide the ranks, and for ranks of a replica that would exchange
     activations between nodes, whose links are slow.
     """

@@ -15,8 +15,9 @@ from flexrlhf.plan.engine_settings import CONFIG_CHECKS, VLLM_ARGUMENTS
 from flexrlhf.weights.lora import rank_in_vllm
 
 
-def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False) -> None:
-    """Raise UserError if a placed model's engine cannot serve an operator of its role or one of its settings.
+def check_operators(graph: Graph, placement: Placement, is_evaluated: bool = False) -> None:
+    """Raise UserError if the engine of a placed model cannot serve an operator of its role, or if settings of two
+    copies of a role do not go together. Degrees and devices of the models are of no account.
 
     is_evaluated: whether the operators of evaluations run, too.
     """
@@ -24,15 +25,11 @@ def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False
     for model in sorted(placement.models, key=lambda model: model.follows):
         check_engine(model.key("engine"), model.engine)
         for operator in graph.operators:
-            if placement.copy_for(operator) != model:
-                continue
-            if not _serves(model, operator):
+            if placement.copy_for(operator) == model and not _serves(model, operator):
                 raise UserError(
                     f"{model.key('engine')}: engine {model.engine} does not support {operator.kind}; "
                     + _instead(model, operator)
                 )
-            if operator.kind == "generate" and model.settings.cuda_graphs:
-                _check_graphs(model)
         for operator in graph.evaluated if is_evaluated else ():
             if placement.copy_for(operator) == model and not _serves(model, operator):
                 raise UserError(
@@ -42,15 +39,13 @@ def check_engines(graph: Graph, placement: Placement, is_evaluated: bool = False
         if model.engine not in MODEL_ENGINES and model.rollout is None:
             remedy = f"set rollout.engine: {model.engine}, and remove it here" if model.operator else _elsewhere(model)
             raise UserError(f"{model.key('engine')}: {model.engine} is for rollout.engine alone; {remedy}")
-        check_settings(model)
         if model.rollout is not None:
             _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
-    _check_ring(placement)
     _check_idle_graphs(graph, placement, is_evaluated)
     _check_recording(graph, placement)
 
 
-def _check_ring(placement: Placement) -> None:
+def check_ring(placement: Placement) -> None:
     """Raise UserError for a way of context parallelism where no model has context-parallel ranks."""
     if all(model.settings.cp == 1 for model in placement.models):
         for model in placement.models:
@@ -61,8 +56,9 @@ def _check_ring(placement: Placement) -> None:
                 )
 
 
-def _check_graphs(model: PlacedModel) -> None:
-    """Raise UserError for passes that call libraries of collectives, or are another engine's."""
+def check_replayed_passes(model: PlacedModel) -> None:
+    """Raise UserError for a model that generates with CUDA graphs if its passes call libraries of collectives, or are
+    another engine's."""
     if model.engine != TORCH.name or model.layout.tp > 1 or model.split != "whole":
         raise UserError(
             f"{model.key('cuda_graphs')}: true is for engine torch with tp 1 and whole weights on each rank, found "
@@ -139,6 +135,8 @@ def check_settings(model: PlacedModel) -> None:
     if model.engine in CONFIG_CHECKS:
         CONFIG_CHECKS[model.engine](f"models.{model.role}", model.settings.config)
     _check_computation(model)
+    if model.rollout is not None and model.rollout.process == "child":
+        _check_child(model.rollout)
 
 
 def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -> None:
@@ -155,16 +153,20 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
         raise UserError(f"rollout.config.{name}: {reason}; remove it")
     if rollout.adapters == "separate":
         _check_separate(trained)
-    for name in ("tp", "pp"):
-        if rollout.process == "child" and (degree := getattr(rollout, name)) > 1:
-            raise UserError(
-                f"rollout.process: a child process serves one rank, found {name} {degree}; use inline, or {name} 1"
-            )
     if rollout.process == "child" and not is_apart:
         raise UserError(
             "rollout.process: a child keeps its memory while its rank trains the actor; use inline, or a placement "
             "with shadows"
         )
+
+
+def _check_child(rollout: RolloutSpec) -> None:
+    """Raise UserError for an engine in a child process that has several ranks."""
+    for name in ("tp", "pp"):
+        if (degree := getattr(rollout, name)) > 1:
+            raise UserError(
+                f"rollout.process: a child process serves one rank, found {name} {degree}; use inline, or {name} 1"
+            )
 
 
 def _check_separate(trained: PlacedModel) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import cycle, islice
@@ -26,7 +26,7 @@ from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
 from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.plan.engine_checks import engines_with
+from flexrlhf.plan.engine_checks import check_replayed_passes, check_ring, check_settings, engines_with
 from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.lora import expert_candidates
@@ -51,31 +51,62 @@ MAPPED_ACTIVATION = "silu"
 
 
 def check_models(
-    placement: Placement, shapes: Mapping[str, ModelShape], cluster: Cluster, lengths: Lengths | None = None
+    placement: Placement,
+    shapes: Mapping[str, ModelShape],
+    cluster: Cluster,
+    lengths: Lengths | None = None,
+    generates: Collection[str] = (),
+    on_gpus: bool = True,
 ) -> None:
-    """Raise UserError if the sizes of a model or its devices rule out one of its settings.
+    """Raise UserError if the engine, the sizes or the devices of a model rule out one of its settings.
 
-    ``lengths``: tokens of the run's texts; None: any.
+    ``lengths``: tokens of the run's texts; None: any. ``generates``: models that compute the operator generate.
     """
     for model in sorted(placement.models, key=lambda model: model.follows):
-        _check_dtype(model, cluster)
-        shape = shapes.get(model.role)
-        if model.rollout is not None and not model.facts.transformers_modules:
-            _check_served(model, shape)
-        if model.head == "both":
-            _check_shared_trunk(model, shape)
-        if model.rollout is None:
-            _check_modules(model, shape)
-        longest = 0 if lengths is None else lengths.of_role(model.role).total
-        if model.rollout is None and not model.facts.transformers_modules:
-            _check_mapped(model, shape, longest)
-        if model.settings.cuda_graphs and lengths is not None:
-            _check_graphs(model, shape, longest)
-        _check_routers(model, shape)
-        if shape is None:
-            _check_unknown_shape(model)
-        else:
-            _check_split(model, shape, longest)
+        longest = None if lengths is None else lengths.of_role(model.role).total
+        check_placed_model(model, shapes.get(model.role), cluster, longest, model.name in generates, on_gpus)
+    check_ring(placement)
+
+
+def check_placed_model(
+    model: PlacedModel,
+    shape: ModelShape | None,
+    cluster: Cluster,
+    longest: int | None,
+    generates: bool,
+    on_gpus: bool = True,
+) -> None:
+    """Raise UserError if the engine, the sizes or the devices of one placed model rule out one of its settings.
+
+    Plans call it for all their models, and advice for the settings that it tries. Which degrees fit which ranks is
+    checked where layouts are made (``placement/place.py``).
+
+    shape:      None: unknown.
+    longest:    tokens of the longest text that it reads; None: any.
+    generates:  whether it computes the operator generate.
+    on_gpus:    whether its devices are GPUs.
+    """
+    check_settings(model)
+    if generates and model.settings.cuda_graphs:
+        check_replayed_passes(model)
+    if on_gpus:
+        _check_capabilities(model, cluster)
+    _check_dtype(model, cluster)
+    if model.rollout is not None and not model.facts.transformers_modules:
+        _check_served(model, shape)
+    if model.head == "both":
+        _check_shared_trunk(model, shape)
+    if model.rollout is None:
+        _check_modules(model, shape)
+    if model.rollout is None and not model.facts.transformers_modules:
+        _check_mapped(model, shape, longest or 0)
+    if model.settings.cuda_graphs and longest is not None:
+        _check_graphs(model, shape, longest)
+    _check_routers(model, shape)
+    if shape is None:
+        _check_unknown_shape(model)
+    else:
+        _check_split(model, shape, longest or 0)
 
 
 def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
@@ -222,7 +253,7 @@ def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
     """Raise UserError for bfloat16 on a device class without it."""
     if model.settings.dtype != "bfloat16":
         return
-    for rank in model.ranks:
+    for rank in _first_ranks(model, cluster).values():
         if (figures := lacks_bfloat16(rank, cluster)) is not None:
             raise UserError(
                 f"{model.key('dtype')}: {figures.name} (rank {rank}) has no bfloat16; use float16 or float32, there "
@@ -247,7 +278,7 @@ class Lack:
     instead: str
 
 
-def lacks_of(figures: DeviceClass, settings: ModelSpec, facts: EngineFacts) -> list[Lack]:
+def _lacks_of(figures: DeviceClass, settings: ModelSpec, facts: EngineFacts) -> list[Lack]:
     """Return the settings of a model that devices with ``figures`` do not support. ``facts``: of its engine."""
     asked = [Lack("engine", facts.name, facts.least_capability, "transformers")]
     if facts.transformers_modules and settings.attention == "flash_attention_2":
@@ -255,17 +286,24 @@ def lacks_of(figures: DeviceClass, settings: ModelSpec, facts: EngineFacts) -> l
     return [each for each in asked if figures.capability < each.least]
 
 
-def check_capabilities(placement: Placement, cluster: Cluster) -> None:
+def _check_capabilities(model: PlacedModel, cluster: Cluster) -> None:
     """Raise UserError for an engine or a kernel that a device class of its model does not support."""
-    for model in sorted(placement.models, key=lambda model: model.follows):
-        for rank in model.ranks:
-            figures = DEVICE_CLASSES.get(cluster.devices[rank].device_class)
-            for each in [] if figures is None else lacks_of(figures, model.settings, model.facts):
-                raise UserError(
-                    f"{model.key(each.setting)}: {cluster.devices[rank].device_class} (rank {rank}) has no "
-                    f"{each.found}, which needs compute capability {each.least}; use {each.instead}, or place "
-                    f"{model.role if model.rollout else model.name} on another class with `on:`"
-                )
+    for name, rank in _first_ranks(model, cluster).items():
+        figures = DEVICE_CLASSES.get(name)
+        for each in [] if figures is None else _lacks_of(figures, model.settings, model.facts):
+            raise UserError(
+                f"{model.key(each.setting)}: {name} (rank {rank}) has no {each.found}, which needs compute capability "
+                f"{each.least}; use {each.instead}, or place {model.role if model.rollout else model.name} on another "
+                f"class with `on:`"
+            )
+
+
+def _first_ranks(model: PlacedModel, cluster: Cluster) -> dict[str, int]:
+    """Return the device classes of a model, each with the first rank on it."""
+    found: dict[str, int] = {}
+    for rank in model.ranks:
+        found.setdefault(cluster.devices[rank].device_class, rank)
+    return found
 
 
 def _check_unknown_shape(model: PlacedModel) -> None:
@@ -384,8 +422,8 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
         raise UserError(
             f"{model.key('tp')}: only {', '.join(families)} models have a tensor-parallel plan in {model.engine}; use 1"
         )
-    split = split_sizes(sizes)
-    fits = [n for n in range(1, sizes.heads + 1) if splits_evenly(split, n, model.facts)]
+    split = _split_sizes(sizes)
+    fits = [n for n in range(1, sizes.heads + 1) if _splits_evenly(split, n, model.facts)]
     if tp not in fits:
         *others, last = (f"{size} {name}" for name, size in split.items())
         found = f"{', '.join(others)} and {last}"
@@ -398,13 +436,13 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
         )
 
 
-def splits_evenly(split: Mapping[str, int], tp: int, facts: EngineFacts) -> bool:
+def _splits_evenly(split: Mapping[str, int], tp: int, facts: EngineFacts) -> bool:
     """Whether ``tp`` ranks of an engine have equal parts of all of ``split``, or each a copy of one key-value head."""
     copies = facts.copies_keys and tp % split[KEY_HEADS] == 0
     return not any(size % tp for name, size in split.items() if not (copies and name == KEY_HEADS))
 
 
-def split_sizes(sizes: Sizes) -> dict[str, int]:
+def _split_sizes(sizes: Sizes) -> dict[str, int]:
     """Return the sizes that tensor parallelism splits, by name; a rank has whole experts."""
     split, experts = {"heads": sizes.heads, KEY_HEADS: sizes.kv_heads}, sizes.experts
     if experts is None or experts.dense:

@@ -28,10 +28,10 @@ from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.algorithm_graph import check_evaluation, heads_of, make_graph
 from flexrlhf.plan.attempts import with_attempts
 from flexrlhf.plan.cache_size import with_residency
-from flexrlhf.plan.engine_checks import check_engines
+from flexrlhf.plan.engine_checks import check_operators
 from flexrlhf.plan.episodes import with_episodes
 from flexrlhf.plan.hub_names import with_snapshots
-from flexrlhf.plan.model_checks import check_capabilities, check_models
+from flexrlhf.plan.model_checks import check_models
 from flexrlhf.plan.models import (
     model_shapes,
     resolve_models,
@@ -140,11 +140,10 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
     strategy = choose_strategy(spec, placement)
     graph = run_graph(resolved.graph, spec, placement)
     placement = with_starts(with_protocols(placement, graph, spec), roles_that_keep_starts(spec, graph))
-    check_engines(graph, placement, is_evaluated=spec.eval is not None)
-    if spec.cluster.device != "cpu":
-        check_capabilities(placement, resolved.cluster)
-    lengths = run_lengths(spec, graph, shapes)
-    check_models(placement, shapes, resolved.cluster, lengths)
+    check_operators(graph, placement, is_evaluated=spec.eval is not None)
+    lengths, on_gpus = run_lengths(spec, graph, shapes), spec.cluster.device != "cpu"
+    generates = {placement.copy_for(each).name for each in graph.operators if each.kind == "generate"}
+    check_models(placement, shapes, resolved.cluster, lengths, generates, on_gpus)
     batch = BatchShape.of(spec)
     instructions = tuple(STRATEGIES[strategy].order(graph, placement, batch, spec))
     plan = Plan(

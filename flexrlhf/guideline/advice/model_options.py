@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 from flexrlhf.config.engines import ALL_KINDS, EngineFacts, facts_of
 from flexrlhf.config.model_names import LLAMA_LIKE
-from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
+from flexrlhf.config.model_settings import ModelSpec, ShadowSpec, Shard
 from flexrlhf.config.spec import RolloutSpec, Spec, SyncSpec
 from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.sketch import PlacedCall, PlacedCallKind, SearchModel, Sketch
 from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
 from flexrlhf.guideline.costs.links import MeshSide
@@ -24,16 +25,17 @@ from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost
 from flexrlhf.guideline.simulation.pricing import is_ring, side_of
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
-from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots
+from flexrlhf.memory.packed_rows import decodes_in_slots
 from flexrlhf.memory.states import State
 from flexrlhf.operators.graph import OperatorKind
-from flexrlhf.placement.cluster import make_cluster
+from flexrlhf.placement.cluster import Cluster, Device, make_cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.place import Degrees, check_degrees, on_devices, sharded_as_set
+from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import padded_row, rollout_settings
 from flexrlhf.plan.changes import LONG_ROW
-from flexrlhf.plan.model_checks import lacks_of, split_sizes, splits_evenly
+from flexrlhf.plan.model_checks import check_placed_model
 from flexrlhf.plan.plan import own_texts
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
@@ -58,6 +60,11 @@ LEAST_FREED = 0.02
 and MLPs in tiles."""
 DECODE_SHARES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """All rows decoded together, half of them, a fourth ..."""
+_CHOSEN = (
+    *("engine", "dtype", "zero", "shard", "tp", "pp", "cp", "ep"),
+    *("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer"),
+)
+"""Settings that differ between the options of a model, and that others may rule out."""
 CACHE_SHARES = DECODE_SHARES
 """All rows, half of them, ... for which a rollout engine's cache has room; it is allocated all the time."""
 
@@ -73,6 +80,11 @@ class UniformMesh:
     @property
     def links(self) -> Links:
         return Links(self.device.link_gb_s, self.device.node_gb_s)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices of the mesh as a cluster of their own."""
+        return _cluster(self.size, self.per_node, self.device.name)
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,7 @@ class OptionEnumerator:
     batch:   rows of a step.
     costs:   cost model of calls and transfers.
     maker:   makes the calls that ``costs`` prices.
+    refusals: name of a model → why a plan refuses the last of its settings that are tried and not allowed.
     """
 
     spec: Spec
@@ -109,6 +122,7 @@ class OptionEnumerator:
     batch: BatchShape
     costs: CostModel
     maker: CallMaker
+    refusals: dict[str, str] = field(default_factory=dict, compare=False)
     _options: dict[object, tuple[Option, ...]] = field(default_factory=dict)
     _all_figures: dict[object, tuple[_Figures, ...]] = field(default_factory=dict)
     _cache: dict[object, Any] = field(default_factory=dict)
@@ -135,15 +149,9 @@ class OptionEnumerator:
         return found
 
     def options(self, model: SearchModel, mesh: UniformMesh) -> tuple[Option, ...]:
-        """Options of a model on a mesh; none where the devices lack the type, the engine or a kernel, or the engine a
-        kind of call."""
+        """Options of a model on a mesh; none if the engine lacks a kind of call, or the devices all that is tried."""
         base = self.spec.models.of(model.role)
-        if base is not None and (base.dtype, base.fallback_dtype) == ("bfloat16", None) and not mesh.device.bf16:
-            return ()
         if base is not None and not ALL_KINDS & set(model.kinds) <= self._facts(model, base).kinds:
-            return ()
-        is_gpu = self.spec.cluster.device != "cpu"
-        if base is not None and is_gpu and lacks_of(mesh.device, base, self._facts(model, base)):
             return ()
         if (model, mesh) not in self._options:
             # where a model is between its calls changes no time of these
@@ -174,142 +182,173 @@ class OptionEnumerator:
 
     def _placed(self, model: SearchModel, mesh: UniformMesh) -> Iterator[PlacedModel]:
         """Place the model on the first devices, once with each of its settings."""
+        placed = list(self._laid_out(model, mesh))
+        # replicas without a row only where there is no other way
+        most = max(self.batch.num_prompts, min((each.layout.dp for each in placed), default=0))
+        for each in placed:
+            if each.layout.dp > most:
+                continue
+            if each.rollout is not None:
+                for settings in self._rollouts(self._base(model, mesh), each.layout, each.rollout):
+                    yield replace(each, settings=settings)
+                continue
+            for change in self._offloads(model):
+                changed = _with(each, change)
+                if self._is_allowed(model, mesh, changed):
+                    yield from self._with_batch_sizes(model, mesh, changed)
+
+    def _base(self, model: SearchModel, mesh: UniformMesh) -> ModelSpec:
+        """Return the settings of the model's role on the devices of ``mesh``."""
         base = self.spec.models.of(model.role)
         assert base is not None, f"{model.role} is resolved"
-        if not mesh.device.bf16 and base.dtype == "bfloat16":
-            base = base.model_copy(update={"dtype": base.fallback_dtype})
-        layouts = [(zero, _layout(mesh.size, *degrees)) for zero, *degrees in self._splits(model, mesh, base)]
-        # replicas without a row only where there is no other way
-        most = max(self.batch.num_prompts, min((layout.dp for _, layout in layouts), default=0))
-        for zero, layout in layouts:
-            tp = layout.tp
-            if layout.dp > most:
+        return on_devices(base, base.fallback_dtype, (0,), mesh.cluster)
+
+    def _laid_out(self, model: SearchModel, mesh: UniformMesh) -> Iterator[PlacedModel]:
+        """Place the model on the first devices, once with each layout and ZeRO stage that plans allow."""
+        base = self._base(model, mesh)
+        own = base.of_shadow if model.is_shadow else base
+        for tp, pp, cp, ep in self._degrees(model, mesh, base):
+            layout = self._allowed_layout(mesh, tp, pp, cp, ep, model.is_rollout, own.context_parallel == "ring")
+            if layout is None:
                 continue
             if model.is_rollout:
-                rollout = self.spec.rollout.model_copy(update={"tp": tp})
-                for settings in self._rollouts(base, layout, rollout):
-                    yield PlacedModel(model.name, layout, False, settings, rollout)
-            else:
-                own = base.of_shadow if model.is_shadow else base
-                degrees = {"tp": tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep}
-                settings = own.model_copy(update={"zero": zero, **degrees})
-                for sharded in self._shards(model, mesh, layout, settings):
-                    placed = _on(model, mesh, layout, sharded)
-                    for change in self._offloads(model, base, zero):
-                        yield from self._with_batch_sizes(model, mesh, _with(placed, change))
+                rollout = self.spec.rollout.model_copy(update={"tp": tp, "pp": pp})
+                settings = rollout_settings(base, layout, self.spec.model_copy(update={"rollout": rollout}))
+                placed = PlacedModel(model.name, layout, False, settings, rollout)
+                if self._is_allowed(model, mesh, placed):
+                    yield placed
+                continue
+            stages: dict[int, list[PlacedModel]] = {}
+            for zero, shard in product(self._stages(model, base), self._shards(model, mesh, own)):
+                change = {"zero": zero, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "shard": shard}
+                sharded = self._sharded(model, mesh, layout, own.model_copy(update=change))
+                if sharded is not None and self._is_allowed(model, mesh, sharded):
+                    stages.setdefault(zero, []).append(sharded)
+            # of a single replica no stage shards anything
+            for zero in stages if tp * pp < mesh.size else [*stages][:1]:
+                yield from stages[zero]
 
-    def _splits(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, ...]]:
-        """(ZeRO stage, tp, pp, cp, ep) of the ways to shard the model."""
-        serves = self._facts(model, base)
-        least = min(self._stages(model, base, serves.zero), default=0)
-        for tp in self._tensor_parallel(model, mesh, base, serves.searches_tp):
-            for pp in self._pipelines(model, mesh.size // tp, base, serves.pp):
-                for cp in self._parts_of_rows(model, mesh, base, tp * pp):
-                    for ep in self._parts_of_experts(model, mesh, base, tp, pp):
-                        for zero in self._stages(model, base, serves.zero):
-                            if zero == least or tp * pp < mesh.size:
-                                yield zero, tp, pp, cp, ep
+    def _degrees(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int, int, int]]:
+        """(tp, pp, cp, ep) that are tried, of those that divide the devices of the mesh: ``_is_allowed`` refuses what
+        does not go with the model."""
+        for tp in self._tensor_parallel(model, mesh, base):
+            for pp in self._pipelines(model, base):
+                for cp in self._parts_of_rows(model, base, tp):
+                    for ep in self._parts_of_experts(model, base):
+                        if mesh.size % (tp * pp * cp) == 0 and mesh.size // (tp * pp) % ep == 0:
+                            yield tp, pp, cp, ep
 
-    def _parts_of_experts(
-        self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, tp: int, pp: int
-    ) -> Iterator[int]:
-        """Numbers of expert-parallel ranks that divide experts and copies of the weights; the one in the YAML alone, if
-        there is one."""
-        sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "ep")
-        experts, own = None if sizes is None else sizes.experts, base.of_shadow if model.is_shadow else base
-        is_open = experts is not None and not model.is_rollout and self._facts(model, base).ep
-        is_open &= not (own.compile or own.cuda_graphs)
-        for ep in (EXPERT_PARALLEL if is_open else (1,)) if in_yaml is None else (in_yaml,):
-            if mesh.size // (tp * pp) % ep == 0 and (experts is None or ep == 1 or experts.number % (ep * tp) == 0):
-                yield ep
+    def _allowed_layout(
+        self, mesh: UniformMesh, tp: int, pp: int, cp: int, ep: int, is_rollout: bool, crosses: bool
+    ) -> Layout | None:
+        """Return the layout of a model on all devices of the mesh; None if a plan refuses it.
 
-    def _parts_of_rows(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, split: int) -> Iterator[int]:
-        """Numbers of context-parallel ranks that mesh and heads allow; the one in the YAML alone, if there is one, and
-        several only for long rows: they exchange states in every layer, and replicas do not.
-
-        ``split``: ranks of a replica without them.
+        ``crosses``: whether context-parallel ranks may be on several nodes.
         """
-        sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "cp")
-        data, own = self.spec.data, base.of_shadow if model.is_shadow else base
-        is_long = data.max_prompt_tokens + data.max_response_tokens >= LONG_ROW
-        is_open = is_long and self._facts(model, base).cp and sizes is not None and sizes.family in PACKED_FAMILIES
-        is_open &= not model.is_rollout and own.attention == "auto" and not own.compile
-        for cp in (CONTEXT_PARALLEL if is_open else (1,)) if in_yaml is None else (in_yaml,):
-            ranks, heads = cp * split, 1 if sizes is None else sizes.heads
-            is_near = cp == 1 or own.context_parallel == "ring" or ranks <= mesh.per_node
-            if mesh.size % ranks == 0 and is_near and (in_yaml is not None or heads % ranks == 0):
-                yield cp
+        degrees = Degrees(tp, pp, cp, crosses, ep, whole_nodes=is_rollout)
 
-    def _shards(
+        def made() -> tuple[Layout | None]:
+            layout = _layout(mesh.size, tp, pp, cp, ep)
+            try:
+                check_degrees("", "", layout.ranks, degrees, mesh.cluster)
+            except UserError:
+                return (None,)
+            return (layout,)
+
+        return self.cached(("layout", mesh.size, mesh.per_node, degrees), made)[0]
+
+    def _sharded(
         self, model: SearchModel, mesh: UniformMesh, layout: Layout, settings: ModelSpec
-    ) -> Iterator[ModelSpec]:
-        """``settings`` with the ranks over which ZeRO shards: of all nodes, and of each of several whole nodes."""
-        written = settings.shard if "shard" in self._fixed(model) else None
-        if written != "node":
-            yield settings.model_copy(update={"shard": "all"}) if settings.shard == "node" else settings
-        if facts_of(settings.engine).node and settings.zero and written != "all":
-            copies = mesh.per_node // layout.tp
-            is_of_nodes = mesh.size % mesh.per_node == 0 and copies > 1 and copies % layout.ep == 0
-            if is_of_nodes if mesh.size > mesh.per_node else written == "node":
-                yield settings.model_copy(update={"shard": "node"})
+    ) -> PlacedModel | None:
+        """Return the model with its state sharded as set; None if a plan refuses that."""
+        try:
+            return _on(model, mesh, layout, settings)
+        except UserError:
+            return None
 
-    def _offloads(self, model: SearchModel, base: ModelSpec, zero: int) -> Iterator[dict[str, object]]:
-        """Settings of where the optimizer's state is: as in the YAML, and in host memory where the engine can."""
+    def _is_allowed(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> bool:
+        """Whether a plan allows the settings of a placed model."""
+        chosen = tuple(getattr(placed.settings, name) for name in _CHOSEN)
+        of_model = model.name, model.trained, model.operator, "generate" in model.kinds
+        key = "allowed", of_model, mesh.device.name, placed.split, chosen
+        return self.cached(key, lambda: (self._is_checked(model, mesh, placed),))[0]
+
+    def _is_checked(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> bool:
+        if model.operator:
+            name, settings = ModelName.of(model.role, model.operator), placed.settings.of_copy({})
+            placed = replace(placed, name=name, operator=model.operator, settings=settings)
+        shape, longest = self.shapes[model.role], self.spec.lengths.of_role(model.role).total
+        generates, on_gpus = "generate" in model.kinds, self.spec.cluster.device != "cpu"
+        try:
+            check_placed_model(placed, shape, mesh.cluster, longest, generates, on_gpus)
+        except UserError as error:
+            self.refusals[model.name] = str(error)
+            return False
+        return True
+
+    def _parts_of_experts(self, model: SearchModel, base: ModelSpec) -> tuple[int, ...]:
+        """Numbers of expert-parallel ranks that are tried; the one in the YAML alone, if there is one."""
+        sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "ep")
+        has_experts = sizes is not None and sizes.experts is not None
+        is_open = has_experts and not model.is_rollout and self._facts(model, base).ep
+        return (in_yaml,) if in_yaml is not None else EXPERT_PARALLEL if is_open else (1,)
+
+    def _parts_of_rows(self, model: SearchModel, base: ModelSpec, tp: int) -> tuple[int, ...]:
+        """Numbers of context-parallel ranks that are tried; the one in the YAML alone, if there is one, and several
+        only for long rows: they exchange states in every layer, and replicas do not. Ranks that cannot have equally
+        many heads each exchange more, and are not tried."""
+        in_yaml, data, sizes = self._in_yaml(model, base, "cp"), self.spec.data, self.shapes[model.role].sizes
+        if in_yaml is not None:
+            return (in_yaml,)
+        is_long = data.max_prompt_tokens + data.max_response_tokens >= LONG_ROW
+        is_open = is_long and not model.is_rollout and self._facts(model, base).cp and sizes is not None
+        return tuple(cp for cp in CONTEXT_PARALLEL if sizes.heads % (cp * tp) == 0) if is_open and sizes else (1,)
+
+    def _shards(self, model: SearchModel, mesh: UniformMesh, own: ModelSpec) -> tuple[Shard, ...]:
+        """Ranks over which ZeRO shards that are tried: of all nodes, and of each where there are several."""
+        if "shard" in self._fixed(model):
+            return (own.shard,)
+        return ("all", "node") if facts_of(own.engine).node and mesh.size > mesh.per_node else ("all",)
+
+    def _offloads(self, model: SearchModel) -> Iterator[dict[str, object]]:
+        """Settings of where the optimizer's state is: as in the YAML, and in host memory."""
         yield {}
-        is_open = model.trained and "offload_optimizer" not in self._fixed(model)
-        if is_open and zero and self._facts(model, base).offload:
+        if model.trained and "offload_optimizer" not in self._fixed(model):
             yield {"offload_optimizer": True}
 
     def _facts(self, model: SearchModel, base: ModelSpec) -> EngineFacts:
         engine = self.spec.rollout.engine if model.is_rollout else (base.of_shadow if model.is_shadow else base).engine
         return facts_of(engine)
 
-    def _pipelines(self, model: SearchModel, size: int, base: ModelSpec, can: bool) -> Iterator[int]:
-        """Numbers of pipeline stages that layers and ``size`` tensor-parallel groups allow; the one in the YAML alone,
-        if there is one. A rollout engine, whose stages decode in turn, has no other than that.
-
-        ``can``: whether the engine has stages.
-        """
-        sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "pp")
+    def _pipelines(self, model: SearchModel, base: ModelSpec) -> tuple[int, ...]:
+        """Numbers of pipeline stages that are tried; the one in the YAML alone, if there is one, and of a rollout
+        engine, whose stages decode in turn."""
         if model.is_rollout:
-            in_yaml = self.spec.rollout.pp
-        for pp in (STAGES if can and sizes is not None else (1,)) if in_yaml is None else (in_yaml,):
-            if size % pp == 0 and (sizes is None or sizes.layers % pp == 0):
-                yield pp
+            return (self.spec.rollout.pp,)
+        in_yaml = self._in_yaml(model, base, "pp")
+        return (in_yaml,) if in_yaml is not None else STAGES if self._facts(model, base).pp else (1,)
 
-    def _tensor_parallel(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, can: bool) -> Iterator[int]:
-        """Sizes of tensor-parallel groups that mesh and heads allow; the one in the YAML alone, if there is one.
+    def _tensor_parallel(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> tuple[int, ...]:
+        """Sizes of tensor-parallel groups that are tried, in a node or on whole ones; the one in the YAML alone, if
+        there is one.
 
         Training with adapters is tried with 1: published steps with adapters, which costs are fitted to, have no other.
-
-        ``can``: whether it is tried with the engine.
         """
         sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "tp")
-        is_adapted = base.lora is not None and not model.is_rollout
-        can &= sizes is not None and (model.is_rollout or sizes.family in LLAMA_LIKE)
-        tried: tuple[int, ...] = TENSOR_PARALLEL if can and not is_adapted else (1,)
-        if model.is_rollout and sizes is not None and sizes.experts is not None:
-            tried += WHOLE_NODES
-        for tp in tried if in_yaml is None else (in_yaml,):
-            is_near = tp <= mesh.per_node or (model.is_rollout and tp % mesh.per_node == 0)
-            if is_near and mesh.size % tp == 0 and (sizes is None or self._divides(model, base, sizes, tp)):
-                yield tp
-
-    def _divides(self, model: SearchModel, base: ModelSpec, sizes: Sizes, tp: int) -> bool:
-        """Whether ``tp`` ranks have equal parts of heads, features and experts, and of the vocabulary where it is not
-        padded."""
-        vocabulary = sizes.vocabulary if not model.is_rollout and facts_of(base.engine).vocabulary_multiple == 1 else 0
-        return vocabulary % tp == 0 and splits_evenly(split_sizes(sizes), tp, self._facts(model, base))
-
-    def _stages(self, model: SearchModel, base: ModelSpec, stages: Sequence[int]) -> tuple[int, ...]:
-        """ZeRO stages to try, of the ``stages`` of the engine."""
-        in_yaml = self._in_yaml(model, base, "zero")
         if in_yaml is not None:
             return (in_yaml,)
-        if not model.trained:
-            return tuple(stage for stage in stages if stage in (0, 3))
-        least = facts_of(base.engine).least_16_bit_zero if base.dtype != "float32" else 0
-        return tuple(stage for stage in stages if stage >= least)
+        is_adapted = base.lora is not None and not model.is_rollout
+        is_open = self._facts(model, base).searches_tp and (model.is_rollout or _is_dense(sizes))
+        tried = tuple(tp for tp in TENSOR_PARALLEL if tp <= mesh.per_node) if is_open and not is_adapted else (1,)
+        has_experts = sizes is not None and sizes.experts is not None
+        return tried + WHOLE_NODES if model.is_rollout and has_experts else tried
+
+    def _stages(self, model: SearchModel, base: ModelSpec) -> tuple[int, ...]:
+        """ZeRO stages that are tried; of a copy that is not trained those alone that differ for it."""
+        in_yaml, stages = self._in_yaml(model, base, "zero"), self._facts(model, base).zero
+        if in_yaml is not None:
+            return (in_yaml,)
+        return stages if model.trained else tuple(stage for stage in stages if stage in (0, 3))
 
     def _in_yaml(self, model: SearchModel, base: ModelSpec, setting: str) -> int | None:
         """Value of a setting of this copy in the YAML; None: it is open."""
@@ -338,7 +377,8 @@ class OptionEnumerator:
 
         Each call has all memory in addition to the states, so a smaller size than fits is slower for nothing.
         """
-        passes = [_with(plain, change) for change in self._passes(model, plain)]
+        tried = (_with(plain, change) for change in self._passes(model, plain))
+        passes = [each for each in tried if self._is_allowed(model, mesh, each)]
         changes = self._decodes(model, plain)
         if len(changes) < 2:
             yield from (_with(placed, change) for placed in passes for change in changes)
@@ -379,14 +419,10 @@ class OptionEnumerator:
         self, model: SearchModel, placed: PlacedModel, smallest: Mapping[str, object]
     ) -> Iterator[dict[str, object]]:
         """Settings with which the smallest passes take least memory: MLPs in tiles, activations in host memory."""
-        settings, fixed, sizes = placed.settings, self._fixed(model), self.shapes[model.role].sizes
-        if not placed.facts.transformers_modules:
-            return
-        tiles = not settings.compile and sizes is not None and sizes.family in LLAMA_LIKE
-        recomputes = settings.activation_checkpointing or "activation_checkpointing" not in fixed
-        offloads = model.trained and recomputes
-        change = {**smallest, **({"activation_checkpointing": True} if model.trained and recomputes else {})}
-        tried = {"tiled_mlp": tiles, "offload_activations": offloads}
+        fixed = self._fixed(model)
+        recomputes = model.trained and "activation_checkpointing" not in fixed
+        change = {**smallest, **({"activation_checkpointing": True} if recomputes else {})}
+        tried = {"tiled_mlp": True, "offload_activations": model.trained}
         open_ones = [name for name, can in tried.items() if can and name not in fixed]
         for values in product((False, True), repeat=len(open_ones)):
             if any(values):
@@ -567,10 +603,9 @@ class OptionEnumerator:
 def _on(
     model: SearchModel, mesh: UniformMesh, layout: Layout, settings: ModelSpec, rollout: RolloutSpec | None = None
 ) -> PlacedModel:
-    """Place ``model`` on ``mesh``."""
-    in_nodes = settings.shard == "node" and mesh.size > mesh.per_node
-    over = mesh.per_node // layout.tp if in_nodes else 0
-    return PlacedModel(model.name, layout, model.trained, settings, rollout, model.head, sharded_over=over)
+    """Place ``model`` on ``mesh``. Raises UserError if its state cannot be sharded as set."""
+    placed = PlacedModel(model.name, layout, model.trained, settings, rollout, model.head)
+    return placed if rollout is not None else sharded_as_set(placed, mesh.cluster)
 
 
 def _with(placed: PlacedModel, change: Mapping[str, object]) -> PlacedModel:
@@ -587,6 +622,16 @@ def _fastest_within(figures: Mapping[tuple[int, int], tuple[float, int]], room: 
 def _layout(size: int, tp: int, pp: int, cp: int, ep: int) -> Layout:
     """Layout on the first ``size`` devices."""
     return Layout(tuple(range(size)), tp, pp, cp=cp, ep=ep)
+
+
+@lru_cache(maxsize=1024)
+def _cluster(size: int, per_node: int, device_class: str) -> Cluster:
+    """Cluster of ``size`` devices of one class."""
+    return Cluster(tuple(Device(rank, rank // per_node, device_class) for rank in range(size)))
+
+
+def _is_dense(sizes: Sizes | None) -> bool:
+    return sizes is not None and sizes.family in LLAMA_LIKE
 
 
 def _relevant_settings(kind: OperatorKind, settings: ModelSpec) -> tuple[object, ...]:

@@ -159,6 +159,7 @@ class OperatorSpace(Space):
                 tuple(calls[name]),
                 "causal" if self.sketch.is_of_rollout(name) else self.roles.heads[each.role],
                 is_apart=name in travelling,
+                operator="" if name == self.sketch.own_part(each.role) else name,
             )
             for name, each in self.placed_operators.items()
         }

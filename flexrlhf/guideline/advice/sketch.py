@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.calls import texts_per_row
 from flexrlhf.guideline.simulation.model_free_costs import source_section
 from flexrlhf.operators.graph import Graph, OperatorKind
@@ -16,6 +17,7 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.placement.rollout import own_adapters
+from flexrlhf.plan.engine_checks import check_operators
 from flexrlhf.plan.pipeline import run_graph
 from flexrlhf.strategies.column_writers import ColumnWriters
 from flexrlhf.strategies.instructions import Instruction, Run, Sync
@@ -74,6 +76,7 @@ class SearchModel:
     is_apart: whether its weights travel to or from another copy while both compute.
     switches: transfers to or from host memory next to each call; empty: it stays on the device between calls.
     is_lean:  whether MLPs in tiles and activations in host memory are tried.
+    operator: the operator that it is a further copy for, where operators are placed; else nothing.
     """
 
     name: ModelName
@@ -83,6 +86,7 @@ class SearchModel:
     is_apart: bool = False
     switches: tuple[int, ...] = ()
     is_lean: bool = False
+    operator: str = ""
 
     @property
     def role(self) -> str:
@@ -174,6 +178,15 @@ class Sketch:
         batch = replace(batch, num_prompts=prompts, samples_per_prompt=1, segments=1)
         ordered = strategy.order(self.whole_graph, self.placement, batch, self.spec)
         return tuple(each for each in ordered if not each.is_rare)
+
+    @cached_property
+    def refusal(self) -> str:
+        """Why no plan of this kind is possible, whatever devices and settings its models have; else empty."""
+        try:
+            check_operators(self.whole_graph, self.placement, is_evaluated=self.spec.eval is not None)
+        except UserError as error:
+            return str(error)
+        return ""
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:

@@ -41,6 +41,7 @@ from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.ratios import Roles
+from flexrlhf.placement.rollout import rollout_settings
 from flexrlhf.placement.routes import Relation
 from flexrlhf.plan.engine_checks import check_engine, check_settings
 from flexrlhf.plan.models import model_shapes
@@ -174,7 +175,7 @@ class Space:
 
     def _options(self, model: SearchModel, shape: MeshShape) -> tuple[Option, ...]:
         """Options of a model on a mesh; none on devices of several classes."""
-        if len(shape.kinds) > 1:
+        if len(shape.kinds) > 1 or self.sketch.refusal:
             return ()
         mesh = self._mesh(shape)
         more = self._bytes_of_source(model, mesh)
@@ -347,7 +348,7 @@ def make_space(
         enumerator = next((each for each in known if each.is_like(enumerator)), enumerator)
         known += [] if any(each is enumerator for each in known) else [enumerator]
     fixed = frozenset(spec.schedule.model_fields_set)
-    return Space(
+    space = Space(
         spec,
         graph,
         resolved.roles,
@@ -359,6 +360,22 @@ def make_space(
         fixed_schedule=fixed,
         pending=pending or {},
     )
+    if not of_operators:
+        _check_kinds(space)
+    return space
+
+
+def _check_kinds(space: Space) -> None:
+    """Raise UserError if no plan is possible without shadows nor with them, or if the cache of a rollout engine has no
+    room for a row."""
+    role = space.roles.rollout
+    if role is not None:
+        rollout_settings(space.spec.models.of(role) or ModelSpec(), Layout((0,)), space.spec)
+    kinds = [] if space.must_have_shadows else [space]
+    kinds += [replace(space, has_shadows=True)] if space.may_have_shadows else []
+    refusals = [each.sketch.refusal for each in kinds]
+    if refusals and all(refusals):
+        raise UserError(refusals[0])
 
 
 def _with_types_of_stages(written: Spec, spec: Spec, cluster: Cluster) -> Spec:
