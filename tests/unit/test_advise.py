@@ -796,6 +796,25 @@ def test_a_mean_above_the_longest_is_refused() -> None:
     assert lengths_for(spec_for(1, response_tokens=256), 256).responses == (256,)
 
 
+@pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen1.5-moe-a2.7b"])
+def test_devices_that_are_set_have_the_defaults_of_devices_in_a_file(model: str, tmp_path: Path) -> None:
+    """Type and rollout engine are those of the devices that count."""
+    nodes = "[{devices: 4, class: V100-32G}, {devices: 4, class: V100-32G}]"
+    file = tmp_path / "nodes.yaml"
+    file.write_text(nodes)
+    given = AdviceOptions(model=model, algorithm="grpo")
+    by_setting = given.spec(None, (f"cluster={{nodes: {nodes}}}",))
+    assert by_setting == replace(given, cluster=file).spec(None)
+    assert (by_setting.rollout.engine, by_setting.models.of("actor").dtype) == ("transformers", "float16")
+
+
+def test_a_model_that_is_set_has_the_rollout_engine_that_serves_it() -> None:
+    """vLLM, which is usual on these devices, serves the model of the option and not the one that is set."""
+    given = AdviceOptions(model="qwen2.5-0.5b", algorithm="grpo")
+    assert given.spec(None).rollout.engine == "vllm"
+    assert given.spec(None, ("models.actor.init=glm-4.5-air",)).rollout.engine == "transformers"
+
+
 REFUSED = [
     ("qwen2.5-0.5b", 1, ("schedule.lag=1",), "with schedule.lag: 1; it would fit without schedule.lag"),
     (
@@ -817,7 +836,9 @@ REFUSED = [
         "qwen2.5-0.5b",
         1,
         ("cluster={nodes: [{devices: 2, class: V100-32G}]}",),
-        "fits 2 V100-32G: actor has no settings there",
+        "(actor.rollout has no settings there: rollout.engine: V100-32G (rank 0) has no vllm, which needs compute "
+        "capability 7.5; use transformers, or place actor on another class with `on:`); it would fit with --rollout "
+        "transformers (rollout.engine)",
     ),
     ("llama-13b", 3, (), "on 6 devices"),
     pytest.param(
@@ -903,7 +924,7 @@ def test_a_cluster_file_may_give_the_speed_of_its_links(tmp_path: Path) -> None:
         (
             ("models.actor.shadow={tp: 2}", "sync.every=2"),
             {},
-            "has a plan (models.actor.shadow: the rollout engine replaces this copy",
+            "models.actor.shadow: the rollout engine replaces this copy",
         ),
     ],
 )

@@ -132,9 +132,6 @@ def refusal_text(base: Space, rejected: Sequence[RejectedCandidate]) -> str:
         named = [f"{name}: {value}" for name, value in fixed if name in opened.text.split()]
         return f"{nothing} with {' and '.join(named)}; it would fit {opened.text}"
     needed = [least_needed(space) for _, space in last_spaces(base)]
-    lacking = [[name for name, size in each.items() if size is None] for each in needed]
-    if lacking and all(lacking):
-        return f"{nothing}: {lacking[0][0]} has no settings there (heads, type, engine or a setting in the YAML)"
     single = [_first_that_fits(base, series) for series in request_changes(*request)]
     helps = [each.text for each in single if each is not None]
     if not helps and (pair := _first_that_fits(base, paired_changes(*request))) is not None:
@@ -164,9 +161,14 @@ def _fits(base: Space, changes: Changes, tries: Iterator[int]) -> bool:
         return False
 
 
-def _cause(base: Space, needed: Iterable[Mapping[str, float | None]], rejected: Sequence[RejectedCandidate]) -> str:
-    """Return which model needs more than any device has, with its leanest settings, or why there is nothing to
-    place."""
+def _cause(base: Space, needed: Sequence[Mapping[str, float | None]], rejected: Sequence[RejectedCandidate]) -> str:
+    """Return which model has no settings, or needs more than any device has with its leanest ones, or why there is
+    nothing to place."""
+    lacking = [[name for name, size in each.items() if size is None] for each in needed]
+    if lacking and all(lacking):
+        name = lacking[0][0]
+        why = base.enumerator.refusals.get(name, "heads, type, engine or a setting in the YAML")
+        return f"{name} has no settings there: {why}"
     found: dict[str, float] = {}
     for each in needed:
         for name, size in each.items():

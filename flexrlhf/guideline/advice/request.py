@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from flexrlhf.config.spec_file import apply_override, load_spec, parse_spec
 from flexrlhf.config.user_paths import instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.placement.devices import DEVICE_CLASSES, GPUS_PER_NODE
+from flexrlhf.placement.devices import DEVICE_CLASSES, GPUS_PER_NODE, DeviceClass
 from flexrlhf.plan.algorithm_graph import make_graph
+from flexrlhf.weights.shapes import read_config
 
 PPO_ROLES = ("actor", "critic", "ref", "reward")
 MODEL, GPUS, GPU_TYPE = "llama-7b", 8, "A100-80G"
@@ -61,13 +63,22 @@ class AdviceRequest:
         overrides:  of ``--set``.
         command:    for the sentence.
         """
-        # the roles follow from the overrides
-        graph = make_graph(self._parsed(overrides, (), (), True, command))
+        # roles, devices and models follow from the overrides
+        plain = self._parsed(overrides, command)
+        graph = make_graph(plain)
         roles = (*graph.roles, *(role for role in self.named if role not in graph.roles))
-        return self._parsed(overrides, roles, graph.trained, graph.generated is not None, command)
+        models = {role: self._model(role, role in graph.trained, plain) for role in roles}
+        if graph.generated is None:
+            return self._parsed(overrides, command, models)
+        engine = self.rollout or self._usual_rollout(self._parsed(overrides, command, models))
+        return self._parsed(overrides, command, models, {"engine": engine})
 
     def _parsed(
-        self, overrides: Sequence[str], roles: Sequence[str], trained: Collection[str], generates: bool, command: str
+        self,
+        overrides: Sequence[str],
+        command: str,
+        models: Mapping[str, Any] | None = None,
+        rollout: Mapping[str, Any] | None = None,
     ) -> Spec:
         raw: dict[str, Any] = {
             "name": "advised",
@@ -76,7 +87,7 @@ class AdviceRequest:
                 "prompts_per_step": self.prompts,
                 "num_mini_batches": self.mini_batches,
             },
-            "models": {role: self._model(role, role in trained) for role in roles},
+            "models": deepcopy(dict(models or {})),
             "data": {
                 "path": "prompts.jsonl",
                 "max_prompt_tokens": self.prompt_tokens,
@@ -86,23 +97,24 @@ class AdviceRequest:
         }
         if self.samples is not None:
             raw["algorithm"]["samples_per_prompt"] = self.samples
-        if generates:
-            raw["rollout"] = {"engine": self.rollout or self._usual_rollout}
+        if rollout is not None:
+            raw["rollout"] = dict(rollout)
         for override in overrides:
             apply_override(raw, override)
         return parse_spec(raw, command)
 
-    @property
-    def _usual_rollout(self) -> str:
-        classes = [DEVICE_CLASSES[node["class"]] for node in self.nodes]
-        serves = any(each.capability >= VLLM.least_capability for each in classes)
-        _, config = self._source("actor")
-        return VLLM.name if serves and config["model_type"] in SERVED else "transformers"
+    def _usual_rollout(self, spec: Spec) -> str:
+        """Return the engine that generates where none is written: vLLM if a device and the model allow it."""
+        classes = _classes(spec)
+        can = not classes or any(each.capability >= VLLM.least_capability for each in classes)
+        actor = spec.models.of("actor")
+        config = self._source("actor")[1] if actor is None else read_config("actor", actor)
+        return VLLM.name if can and config["model_type"] in SERVED else "transformers"
 
-    def _model(self, role: str, trained: bool) -> dict[str, Any]:
+    def _model(self, role: str, trained: bool, spec: Spec) -> dict[str, Any]:
+        """Return the settings of ``role``, for the devices of ``spec``."""
         source, config = self._source(role)
-        has_bf16 = all(DEVICE_CLASSES[node["class"]].bf16 for node in self.nodes)
-        dtype = "bfloat16" if has_bf16 else "float16"
+        dtype = "bfloat16" if all(each.bf16 for each in _classes(spec)) else "float16"
         weights = {"path": source} if is_model_directory(source) else {"init": config}
         model: dict[str, Any] = {**weights, "dtype": dtype}
         if self.engine is not None:
@@ -116,6 +128,11 @@ class AdviceRequest:
         that score."""
         source = role if role in self.models else "critic" if role.endswith("critic") else "reward"
         return self.models[source], find_model(self.models[source], f"models.{source}")
+
+
+def _classes(spec: Spec) -> list[DeviceClass]:
+    """Return the classes of the devices of ``spec`` that have figures."""
+    return [DEVICE_CLASSES[node.device_class] for node in spec.cluster.nodes if node.device_class in DEVICE_CLASSES]
 
 
 SETTINGS = {
