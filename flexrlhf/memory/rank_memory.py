@@ -125,7 +125,8 @@ def _starting(states: Mapping[ModelName, State | None], start: Start) -> tuple[P
     """Return the largest phase of loading and of resuming."""
     known = {name: states[name] or State(0) for name in start.loaded}
     resting = sum(state.resting for state in known.values())
-    alone = resting - sum(known[name].freed for name in start.movable)
+    # copies that a Sync refills are released as they are loaded
+    alone = resting - sum(known[name].freed for name in start.movable | start.away)
     load, resume, on_device = [], [], 0
     for name, state in known.items():
         load.append(Phase("load", name, {}, on_device + state.loaded + state.at_load))

@@ -1,12 +1,14 @@
 """Comparison of placements: by the published rules, an exact search, and the usual ones of published systems.
 
-Placements that do not fit are listed with the reason. The one to use is planned and simulated like any other run.
+Each is planned and simulated like any other run. One that a plan rejects is proposed again without what was rejected;
+those that do not fit are listed with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -18,6 +20,7 @@ from flexrlhf.guideline.advice.candidates import (
     Candidate,
     FeasibleCandidate,
     Method,
+    RejectedCandidate,
     check,
     is_short_of_memory,
     offload_sets,
@@ -26,10 +29,11 @@ from flexrlhf.guideline.advice.candidates import (
 )
 from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.advice.lags import with_larger_lags
+from flexrlhf.guideline.advice.limits import RefusedSettings, SpaceLimits
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
 from flexrlhf.guideline.advice.published import GuidelineResult, GuidelineRule, guideline, usual
-from flexrlhf.guideline.advice.refusal import last_resort, nothing_fits, refusal_text
+from flexrlhf.guideline.advice.refusal import lag_text, last_resort, nothing_fits, refusal_text
 from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
 from flexrlhf.guideline.advice.waiting import least_waiting, waiting_variants
 from flexrlhf.guideline.costs.cost_model import CostModel
@@ -51,39 +55,121 @@ LEAN = "activations offloaded"
 """End of the labels of searches with ``tiled_mlp`` and ``offload_activations``."""
 USUAL_SECONDS = 4.0
 """Most work of the search for the settings of a usual placement."""
+PROPOSALS = 6
+"""Times that a method proposes a placement, each without what plans have rejected of the ones before."""
+PLAN_SECONDS, DEVICE_SECONDS = 0.02, 0.001
+"""Work of a plan and of its simulation, and in addition for each device, in seconds of an ordinary core."""
+NEEDS_SHADOWS = "has no shadow models, which lag, rare syncs or the strategy of the YAML need"
+"""Why a placement is no candidate."""
 
 
 class PlacementComparison:
     """Candidates and searches of one request so far.
 
-    base:          the space without shadows, as the YAML has its schedule.
-    seconds_limit: work of all searches together, in seconds that it takes on an ordinary core.
-    candidates:    all placements to compare.
-    searches:      the spaces that were searched, by their labels.
+    base:           the space without shadows, as the YAML has its schedule.
+    seconds_limit:  work of all searches together, in seconds that it takes on an ordinary core.
+    proposed:       all placements that methods have proposed.
+    feasible:       those whose plans fit.
+    rejected:       the others.
+    searches:       the spaces that were searched, by their labels.
     """
 
     def __init__(self, base: Space, seconds_limit: float) -> None:
         self.base = base
-        self.candidates: list[Candidate] = []
+        self.proposed: list[Candidate] = []
+        self.feasible: list[FeasibleCandidate] = []
+        self.rejected: list[RejectedCandidate] = []
         self.searches: dict[str, SearchResult] = {}
+        self._refused: tuple[RefusedSettings, ...] = ()
         self._seconds_limit = self._seconds_left = seconds_limit
 
-    def search(self, label: str, space: Space, seeds: Sequence[Assignment] = ()) -> SearchResult:
-        """Search a space and add its best placement to the candidates."""
-        result = search(space.problem, self._next_seconds, GAP, seeds=seeds)
-        self._seconds_left -= result.work
-        self.searches[label] = result
-        self.candidates.append(_by_search(space, label, result))
-        return result
+    def search(self, label: str, space: Space, seeds: Sequence[Assignment] = ()) -> bool:
+        """Add the fastest placement of ``space`` that has a plan. Returns whether there is one."""
+
+        def searched(limits: SpaceLimits) -> Candidate:
+            limited = replace(space, limits=limits)
+            result = search(limited.problem, self._next_seconds, GAP, seeds=seeds)
+            self._seconds_left -= result.work
+            self.searches[label] = result
+            return _by_search(limited, label, result)
+
+        is_found = self._propose(searched, space.limits)
+        if not is_found:
+            self.searches[label] = replace(self.searches[label], best=())
+        return is_found
+
+    def usual(self, plain: Space) -> None:
+        """Add the usual placements of ``plain``."""
+        plain = replace(plain, limits=replace(plain.limits, refused=self._refused))
+        for candidate in usual(plain, min(USUAL_SECONDS, self._next_seconds), GAP):
+            self._propose(partial(self._usual_again, candidate), plain.limits)
+
+    def _usual_again(self, first: Candidate, limits: SpaceLimits) -> Candidate:
+        """Return the usual placement that ``first`` is within ``limits``."""
+        if limits == first.space.limits:
+            return first
+        space = replace(first.space, offloaded=frozenset(), limits=limits)
+        again = usual(space, min(USUAL_SECONDS, self._next_seconds), GAP)
+        return next(each for each in again if each.name.partition(", ")[0] == first.name.partition(", ")[0])
+
+    def guideline(self, plain: Space, shadowed: Space | None) -> tuple[GuidelineRule, ...]:
+        """Add the guideline's placement. Returns its rules. ``shadowed``: the space with shadows, if there is one."""
+        found: list[GuidelineResult] = []
+
+        def ruled(limits: SpaceLimits) -> Candidate:
+            with_shadows = shadowed and replace(shadowed, limits=limits)
+            found.append(guideline(replace(plain, limits=limits), with_shadows))
+            result = found[-1]
+            is_other = self.base.must_have_shadows and not result.space.has_shadows
+            assignment, reason = (None, NEEDS_SHADOWS) if is_other else (result.assignment, TOO_LARGE)
+            return Candidate("guideline", result.strategy, result.space, assignment, reason)
+
+        self._propose(ruled, plain.limits)
+        return found[-1].rules
+
+    def _propose(self, make: Callable[[SpaceLimits], Candidate], limits: SpaceLimits) -> bool:
+        """Add the placement that ``make`` returns, proposed again within narrower limits where a plan rejects it.
+
+        Returns whether there is one that fits.
+        """
+        for _ in range(PROPOSALS):
+            # a rule holds for all methods
+            limits = replace(limits, refused=self._refused)
+            candidate = _with_strategy(make(limits), self.base)
+            checked = self._check(candidate)
+            if isinstance(checked, FeasibleCandidate):
+                self.proposed.append(candidate)
+                self.feasible.append(checked)
+                return True
+            self._reject(checked)
+            if candidate.assignment is None:
+                break
+            limits = checked.limits
+            self._refused = limits.refused
+        return False
+
+    def _reject(self, item: RejectedCandidate) -> None:
+        """Store a rejected candidate, once for each reason."""
+        known = ((each.candidate.method, each.candidate.name, each.reason) for each in self.rejected)
+        if (item.candidate.method, item.candidate.name, item.reason) not in known:
+            self.rejected.append(item)
+
+    def _check(self, candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
+        """Return the ``check`` of a candidate, which equals that of one with the same spec."""
+        if candidate.assignment is None:
+            return check(candidate)
+        checked: list[FeasibleCandidate | RejectedCandidate] = [*self.feasible, *self.rejected]
+        alike = (each for each in checked if each.candidate.assignment is not None)
+        known = next((each for each in alike if each.candidate.spec == candidate.spec), None)
+        if known is not None:
+            return replace(known, candidate=candidate)
+        self._seconds_left -= PLAN_SECONDS + DEVICE_SECONDS * candidate.space.pool.num_devices
+        return check(candidate)
 
     @property
     def _next_seconds(self) -> float:
         """Seconds of the next search; most end long before, and the first ones may need most of the time."""
         return max(LEAST_SHARE * self._seconds_limit, self._seconds_left / 2)
-
-    def usual(self, plain: Space) -> list[Candidate]:
-        """Return the usual placements of ``plain``."""
-        return list(usual(plain, min(USUAL_SECONDS, self._next_seconds), GAP))
 
 
 def advise(
@@ -125,42 +211,50 @@ def advise(
     base = make_space(spec.model_copy(update={"placement": None}), costs, lengths, pending, obstacle, known=known)
     compared = PlacementComparison(base, seconds_limit)
     most = 1 if max_lag is None else max_lag
-    rules: tuple[GuidelineRule, ...] = ()
-    if not nothing_fits(base):
-        rules = _compare(compared, margin, most).rules
-    feasible, rejected = ranked(_with_strategy(candidate, base) for candidate in compared.candidates)
+    rules = () if nothing_fits(base) else _compare(compared, margin, most)
+    feasible, rejected = ranked(compared.feasible), tuple(compared.rejected)
     if most > 1:
         lagging, short = with_larger_lags(feasible, most)
-        feasible = tuple(sorted((*feasible, *lagging), key=lambda item: item.seconds))
-        rejected = (*rejected, *short)
-    may_lag = max_lag is not None
-    advice = Advice(feasible, rejected, rules, compared.searches, 0.0, margin, "", most, may_lag)
-    advice = _with_checked_choice(advice)
-    if not (advice.feasible or advice.refusal) and (last := last_resort(base)) is not None:
-        feasible, _ = ranked([last])
-        advice = _with_checked_choice(replace(advice, feasible=feasible))
-    if not (advice.feasible or advice.refusal) and (other := _on_deepspeed(spec, base.roles.trained)) is not spec:
+        feasible, rejected = ranked((*feasible, *lagging)), (*rejected, *short)
+    may_lag, own = max_lag is not None, base.spec.schedule.lag if "lag" in base.fixed_schedule else 0
+    advice = Advice(
+        feasible, rejected, rules, compared.searches, 0.0, margin, _without_plan(feasible, rejected), most, may_lag, own
+    )
+    if not (advice.comparable or advice.refusal) and (last := last_resort(base)) is not None:
+        advice = replace(advice, feasible=ranked((*feasible, last)))
+    if not (advice.comparable or advice.refusal) and (other := _on_deepspeed(spec, base.roles.trained)) is not spec:
         try:
             found = advise(other, costs, lengths, seconds_limit, margin, pending, obstacle, False, max_lag)
         except UserError:
             # settings that are written, such as tp, which this engine has not
             pass
         else:
-            if found.feasible:
+            if found.comparable:
                 return found
-    if explains and not (advice.feasible or advice.refusal):
-        advice = replace(advice, refusal=refusal_text(base, advice.rejected))
+    if not (advice.comparable or advice.refusal) and (advice.feasible or explains):
+        advice = replace(
+            advice,
+            refusal=lag_text(base, advice.feasible[0].lag) if advice.feasible else refusal_text(base, advice.rejected),
+        )
     return _with_less_waiting(replace(advice, seconds=perf_counter() - began))
 
 
 def with_kind(advice: Advice, take: Method) -> Advice:
     """Return ``advice`` with the fastest placement of one kind to use. Raises UserError if none fits."""
-    return _with_less_waiting(_with_checked_choice(replace(advice, take=take, waiting=())))
+    return _with_less_waiting(replace(advice, take=take, waiting=()))
+
+
+def _without_plan(feasible: Sequence[FeasibleCandidate], rejected: Sequence[RejectedCandidate]) -> str:
+    """Return a refusal if no candidate has a plan, whatever memory there is; empty if one has, or none was planned."""
+    planned = [each for each in rejected if each.candidate.assignment is not None]
+    if feasible or not planned or any(each.share for each in planned):
+        return ""
+    return f"no placement of these models has a plan ({planned[-1].reason})"
 
 
 def _with_less_waiting(advice: Advice) -> Advice:
     """Return ``advice`` with the chunks and processes for which the placement to use waits least for environments."""
-    variants = waiting_variants(advice.best) if advice.feasible else ()
+    variants = waiting_variants(advice.best) if advice.comparable else ()
     opened = [each for each in variants if each.is_open]
     if not opened:
         return advice
@@ -184,29 +278,28 @@ def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Spec:
     return spec.with_models(changed)
 
 
-def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> GuidelineResult:
-    """Collect the candidates of all methods. Returns the guideline's result."""
+def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> tuple[GuidelineRule, ...]:
+    """Collect the candidates of all methods. Returns the rules of the guideline."""
     base = compared.base
     plain, spaces = with_schedule(base, base.spec.schedule.num_chunks, 0), list(_spaces(base, max_lag))
     shadowed = [space for _, space in spaces if space.has_shadows]
-    by_rules = guideline(plain, shadowed[0] if shadowed else None)
-    ruled = Candidate("guideline", by_rules.strategy, by_rules.space, by_rules.assignment, TOO_LARGE)
-    others = [ruled] if by_rules.space.has_shadows or not base.must_have_shadows else []
-    others += [] if base.must_have_shadows else compared.usual(plain)
+    rules = compared.guideline(plain, shadowed[0] if shadowed else None)
+    if not base.must_have_shadows:
+        compared.usual(plain)
+    others = tuple(compared.proposed)
     for label, space in spaces:
         # the fastest without a lag is a start with one
-        result = compared.search(label, space, _seeds([*others, *compared.candidates], space))
+        is_found = compared.search(label, space, _seeds(compared.proposed, space))
         # weights that travel in the background, although the YAML does not say so, need memory next to those in use
         may_wait = space.spec.sync.overlap == "auto" and syncs_overlap(space.spec)
-        if space.has_shadows and may_wait and (not _is_found(result) or _has_large_copy(space)):
+        if space.has_shadows and may_wait and (not is_found or _has_large_copy(space)):
             label, space = f"{label}, syncs in turn", with_syncs_in_turn(space)
-            result = compared.search(label, space)
-        if not _is_found(result) and space.leaner is not None:
+            is_found = compared.search(label, space)
+        if not is_found and space.leaner is not None:
             compared.search(f"{label}, {LEAN}", space.leaner)
     if not base.must_have_shadows:
         _compare_offloaded(compared, plain, others, margin)
-    compared.candidates += others
-    return by_rules
+    return rules
 
 
 def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequence[Candidate], margin: float) -> None:
@@ -218,7 +311,7 @@ def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequ
     if best is not None and not is_short_of_memory(space, best.assignment, best.seconds, margin):
         return
     if lean is None and plain.leaner is not None:
-        compared.search(f"{label}, {LEAN}", plain.leaner, _seeds(compared.candidates, plain.leaner))
+        compared.search(f"{label}, {LEAN}", plain.leaner, _seeds(compared.proposed, plain.leaner))
     for label, offloaded in offloaded_spaces(space, offload_sets(space)):
         compared.search(label, offloaded, _seeds(others, offloaded))
 
@@ -229,24 +322,6 @@ def _seeds(candidates: Sequence[Candidate], space: Space) -> list[Assignment]:
     alike = (each for each in candidates if (each.space.has_shadows, each.space.offloaded) == kind)
     seeds = [in_problem(problem, each.assignment) for each in alike if each.assignment is not None]
     return [each for each in seeds if each is not None]
-
-
-def _with_checked_choice(advice: Advice) -> Advice:
-    """Return ``advice`` with the candidate to use planned and simulated; one that turns out not to fit is rejected.
-
-    Refused if none is left, and the last one has no plan whatever memory there is.
-    """
-    while advice.feasible and advice.best.checked is None:
-        chosen = advice.best
-        checked = check(chosen.candidate)
-        if isinstance(checked, FeasibleCandidate):
-            kept = tuple(checked if item is chosen else item for item in advice.feasible)
-            return replace(advice, feasible=kept)
-        kept = tuple(item for item in advice.feasible if item is not chosen)
-        is_refused = not (kept or checked.lacks_memory)
-        refusal = f"no placement of these models has a plan ({checked.reason})" if is_refused else ""
-        advice = replace(advice, feasible=kept, rejected=(*advice.rejected, checked), refusal=refusal)
-    return advice
 
 
 def _spaces(base: Space, max_lag: int) -> Iterator[tuple[str, Space]]:

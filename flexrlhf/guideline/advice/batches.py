@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 from flexrlhf.config.spec import MAX_ROWS
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, assess
+from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
 from flexrlhf.guideline.advice.proposals import choose_settings, in_space
 from flexrlhf.guideline.advice.space import Space, make_space
 from flexrlhf.plan.largest_batch import LargestBatch, largest_batch, with_prompts
-from flexrlhf.plan.pipeline import make_plan
 
 LARGEST = 16
 """Most times that a batch is enlarged."""
@@ -78,9 +77,7 @@ def largest_tried(items: Sequence[FeasibleCandidate]) -> list[LargestTried]:
     """Return ``items`` with their largest batches, on devices of known memory."""
     found = []
     for item in items:
-        candidate, checked = item.candidate, item.checked
-        plan = make_plan(candidate.spec, candidate.space.pending) if checked is None else checked.plan
-        largest, prompts = largest_batch(plan), plan.spec.algorithm.prompts_per_step
+        largest, prompts = largest_batch(item.plan), item.plan.spec.algorithm.prompts_per_step
         if largest is not None:
             grown = min(largest.prompts, LARGEST * prompts)
             found.append(LargestTried(item, largest, _grown(item, grown) if grown > prompts else None))
@@ -93,7 +90,7 @@ def _grown(item: FeasibleCandidate, prompts: int) -> FeasibleCandidate | None:
     if larger is None or candidate.assignment is None:
         return None
     same = in_space(larger, larger.problem, candidate.assignment)
-    found = assess(Candidate(candidate.method, candidate.name, larger, same))
+    found = check(Candidate(candidate.method, candidate.name, larger, same))
     return found if isinstance(found, FeasibleCandidate) else None
 
 
@@ -106,7 +103,7 @@ def _with_prompts(item: FeasibleCandidate, prompts: int) -> FeasibleCandidate | 
     chosen = choose_settings(larger, {each.part: tuple(range(each.start, each.start + each.size)) for each in meshes})
     if isinstance(chosen, str):
         return None
-    found = assess(Candidate(candidate.method, candidate.name, larger, chosen))
+    found = check(Candidate(candidate.method, candidate.name, larger, chosen))
     return found if isinstance(found, FeasibleCandidate) else None
 
 
@@ -117,4 +114,6 @@ def _larger_space(item: FeasibleCandidate, prompts: int) -> Space | None:
         plain = make_space(with_prompts(space.spec, prompts), space.costs, space.lengths, space.pending)
     except UserError:
         return None
-    return replace(plain, has_shadows=space.has_shadows, offloaded=space.offloaded, usable=space.usable)
+    return replace(
+        plain, has_shadows=space.has_shadows, offloaded=space.offloaded, usable=space.usable, limits=space.limits
+    )

@@ -1,8 +1,8 @@
-"""Placements to compare, timed by the search or planned and simulated; a misfit has its reason.
+"""Placements to compare, planned and simulated; a misfit has its reason.
 
 Some are searched with idle models in host memory. A plan offloads models where a device would overflow, the one that is
 used farthest in the future first (``strategies/residency.py``). A search counts two transfers for each time that such a
-model is used, which is about as many or more, so its results are planned and simulated before they are compared.
+model is used, which is about as many or more.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Literal
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.limits import SpaceLimits
 from flexrlhf.guideline.advice.proposals import fastest_options, spec_of
 from flexrlhf.guideline.advice.space import Space
 from flexrlhf.guideline.search.evaluate import evaluate
-from flexrlhf.guideline.search.problem import Assignment, Choice, device_bytes
+from flexrlhf.guideline.search.problem import Assignment, Choice
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -61,25 +62,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FeasibleCandidate:
-    """A candidate that fits.
+    """A candidate whose plan fits.
 
-    candidate:  the candidate.
-    seconds:    of a step.
-    peak:       bytes on the fullest device.
-    share:      share of that device's memory.
-    checked:    its simulation, if it has been planned.
+    candidate:   the candidate.
+    simulation:  of its plan.
+    seconds:     of a step.
+    peak:        bytes on the fullest device.
+    share:       share of the memory that plans can fill there.
     """
 
     candidate: Candidate
+    simulation: Simulation
     seconds: float
     peak: float
     share: float
-    checked: Simulation | None = None
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """Simulation of its plan, made on first use unless it is ``checked``."""
-        return self.checked or simulated(self.candidate)
 
     @property
     def plan(self) -> Plan:
@@ -98,26 +94,27 @@ class FeasibleCandidate:
 class RejectedCandidate:
     """A candidate that is impossible, or does not fit.
 
-    candidate:     the candidate.
-    reason:        why.
-    lacks_memory:  whether it has a plan, which needs more memory than its devices have.
+    candidate:      the candidate.
+    reason:         why.
+    share:          share of a device's memory that its plan needs; 0 without one.
+    communicators:  of the rank of its plan that has most.
     """
 
     candidate: Candidate
     reason: str
-    lacks_memory: bool = False
+    share: float = 0.0
+    communicators: int = 0
 
-
-def assess(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
-    """Return the seconds and bytes of a candidate, or why it is impossible.
-
-    Those of the search equal the plan's but where models are offloaded, since when they move follows from the plan, and
-    where responses are generated in segments, for which the search takes the time of whole ones, or with an
-    environment, for whose replies it does not wait.
-    """
-    space = candidate.space
-    is_unlike = space.offloaded or space.batch.segments > 1 or space.spec.environment is not None
-    return check(candidate) if is_unlike else estimate(candidate)
+    @property
+    def limits(self) -> SpaceLimits:
+        """SpaceLimits of its space within which it is not found again."""
+        space, assignment = self.candidate.space, self.candidate.assignment
+        assert assignment is not None, "nothing is left to reject"
+        if not self.share:
+            return space.limits.without(assignment, self.reason)
+        if self.communicators > space.communicators:
+            return replace(space.limits, communicators=self.communicators)
+        return space.limits.below(self.share)
 
 
 def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
@@ -125,37 +122,20 @@ def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
     if candidate.assignment is None:
         return RejectedCandidate(candidate, candidate.reason)
     try:
-        simulation = simulated(candidate)
+        plan = make_plan(candidate.spec, candidate.space.pending)
     except UserError as error:
         return RejectedCandidate(candidate, str(error))
-    plan = simulation.plan
-    limits = [plan.device_bytes(memory.rank) or 0 for memory in plan.memories]
-    if any(limit and memory.peak_bytes > limit for memory, limit in zip(plan.memories, limits, strict=True)):
-        peak, share = _fullest(plan, limits)
-        reason = f"needs {bytes_text(int(peak))} on a device, {share:.0%} of its memory"
-        return RejectedCandidate(candidate, reason, lacks_memory=True)
-    cluster = candidate.space.cluster
-    sizes = [cluster.memory_bytes(memory.rank, plan.most_communicators) or 0 for memory in plan.memories]
-    peak, share = _fullest(plan, sizes)
-    return FeasibleCandidate(candidate, simulation.seconds, peak, share, simulation)
-
-
-def simulated(candidate: Candidate) -> Simulation:
-    """Plan and simulate a candidate. Raises UserError if it cannot be planned."""
-    plan = make_plan(candidate.spec, candidate.space.pending)
-    return simulate(plan, candidate.space.costs, candidate.space.lengths)
-
-
-def estimate(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
-    """Do as ``check``, by the search's own seconds and bytes."""
-    if candidate.assignment is None:
-        return RejectedCandidate(candidate, candidate.reason)
-    pool, assignment = candidate.space.pool, candidate.assignment
-    used = {at: device_bytes(assignment, at) for at in {choice.start for choice in assignment}}
-    memory = {at: pool.memory[pool.kinds_of(at, 1)[0]] / candidate.space.usable for at in used}
-    fullest = max(used, key=lambda at: used[at] / memory[at])
-    seconds = evaluate(candidate.space.problem, assignment)
-    return FeasibleCandidate(candidate, seconds, used[fullest], used[fullest] / memory[fullest])
+    cluster, communicators = candidate.space.cluster, plan.most_communicators
+    planned = [plan.device_bytes(memory.rank) or 0 for memory in plan.memories]
+    # its YAML may have a smaller memory_gb than the devices
+    whole = [cluster.memory_bytes(memory.rank, communicators) or 0 for memory in plan.memories]
+    for sizes in (planned, whole):
+        peak, share = _fullest(plan, sizes)
+        if share > 1:
+            reason = f"needs {bytes_text(int(peak))} on a device, {share:.0%} of its memory"
+            return RejectedCandidate(candidate, reason, share, communicators)
+    simulation = simulate(plan, candidate.space.costs, candidate.space.lengths)
+    return FeasibleCandidate(candidate, simulation, simulation.seconds, peak, share)
 
 
 def _fullest(plan: Plan, sizes: Iterable[int]) -> tuple[float, float]:
@@ -168,17 +148,13 @@ def _fullest(plan: Plan, sizes: Iterable[int]) -> tuple[float, float]:
     return float(peak), share
 
 
-def ranked(
-    candidates: Iterable[Candidate],
-) -> tuple[tuple[FeasibleCandidate, ...], tuple[RejectedCandidate, ...]]:
-    """Candidates that fit, fastest first, and the others.
+def ranked(feasible: Iterable[FeasibleCandidate]) -> tuple[FeasibleCandidate, ...]:
+    """Return the candidates, the fastest first; of equally fast ones that of a search.
 
-    A candidate with offloaded models is left out if one with fewer has the same placement and settings.
+    One with offloaded models is left out if one with fewer has the same placement and settings.
     """
-    results = [check(item) if item.method == "guideline" else assess(item) for item in candidates]
-    feasible = sorted((item for item in results if isinstance(item, FeasibleCandidate)), key=lambda item: item.seconds)
-    rejected = tuple(item for item in results if isinstance(item, RejectedCandidate))
-    return tuple(item for item in feasible if not _is_repeated(item, feasible)), rejected
+    fastest = sorted(feasible, key=lambda item: (item.seconds, item.candidate.method != "search"))
+    return tuple(item for item in fastest if not _is_repeated(item, fastest))
 
 
 def _is_repeated(item: FeasibleCandidate, feasible: Sequence[FeasibleCandidate]) -> bool:

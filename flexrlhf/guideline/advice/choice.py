@@ -27,6 +27,7 @@ class Advice:
     refusal:   sentence on changes that would help, if nothing fits.
     max_lag:   the largest lag that was tried.
     may_lag:   whether a placement with a lag may be chosen.
+    own_lag:   lag that the YAML sets.
     waiting:   the placement to use with other chunks and other processes of its environment.
     take:      kind of placements whose fastest is to be used; None: of all kinds, the simplest that is fast enough.
     """
@@ -40,15 +41,15 @@ class Advice:
     refusal: str = ""
     max_lag: int = 1
     may_lag: bool = False
+    own_lag: int = 0
     waiting: tuple[WaitingVariant, ...] = ()
     take: Method | None = None
 
     @property
     def comparable(self) -> tuple[FeasibleCandidate, ...]:
-        """The candidates to choose from; unless a lag is allowed, those with the least, since a lag trains on other
-        batches."""
-        lag = min((item.lag for item in self.feasible), default=0)
-        return self.feasible if self.may_lag else tuple(item for item in self.feasible if item.lag == lag)
+        """The candidates to choose from: unless a lag is allowed, those with no larger one than the YAML's, since a lag
+        trains on other batches."""
+        return tuple(item for item in self.feasible if self.may_lag or item.lag <= self.own_lag)
 
     @property
     def best(self) -> FeasibleCandidate:
@@ -57,7 +58,7 @@ class Advice:
 
         Raises UserError when nothing fits, or nothing of the kind to ``take``.
         """
-        if not self.feasible:
+        if not self.comparable:
             raise UserError(self.refusal or "no placement of these models fits the devices")
         if self.take is not None:
             return self._fastest_of(self.take)

@@ -461,7 +461,7 @@ class OptionEnumerator:
         if model.is_apart:
             resting += self.cached(("under way", self._state_key(placed, mesh)), partial(self._bytes_under_way, placed))
         if model.is_offloaded:
-            return Option(seconds, 0, state.resting + most, side, placed.settings)
+            return Option(seconds, state.resting - state.freed, state.freed + most, side, placed.settings)
         if model.switches:
             moved = self.costs.switch(state.offloaded, mesh.device).seconds
             seconds = tuple(each + number * moved for each, number in zip(seconds, model.switches, strict=True))
@@ -563,7 +563,9 @@ class OptionEnumerator:
         patterns = row_patterns(call.shape(self.batch), placed.layout, call.mini_batches)
         most = max(map(max if kind == "train" else sum, patterns))
         if kind == "generate":
-            return self._lengths.rows_decoded(placed, most)
+            # context-parallel ranks share the rows
+            parts = placed.layout.cp
+            return parts * self._lengths.rows_decoded(placed, -(-most // parts))
         return most
 
     def _bytes(self, placed: PlacedModel, state_key: object, call: PlacedCall, rows: int) -> int:

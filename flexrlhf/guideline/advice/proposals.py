@@ -15,7 +15,7 @@ from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, Option, SearchProblem, device_bytes
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.place import place
 from flexrlhf.placement.placed import ModelName
 
@@ -46,20 +46,20 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
         models[role] = own.model_copy(update={"shadow": shadow.model_copy(update=inherited)})
     changes: dict[str, object] = {"rollout": rollout, "placement": None}
     if space.has_less_memory:
-        changes["cluster"] = usable_cluster(space.spec.cluster, space.usable)
+        changes["cluster"] = usable_cluster(space.spec.cluster, space.usable, space.communicators)
     spec = space.spec.with_models(models).model_copy(update=changes)
     return spec.model_copy(update={"placement": _placement(space, spec, assignment)})
 
 
-def usable_cluster(cluster: ClusterSpec, share: float) -> ClusterSpec:
-    """Return ``cluster`` with a share of each device's memory."""
+def usable_cluster(cluster: ClusterSpec, share: float, communicators: int) -> ClusterSpec:
+    """Return ``cluster`` with a share of each device's memory next to that of its ``communicators``."""
     if not cluster.nodes:
         return cluster.model_copy(update={"memory_gb": cluster.memory_gb and share * cluster.memory_gb})
     nodes = []
     for node in cluster.nodes:
-        figures = DEVICE_CLASSES.get(node.device_class)
-        memory = node.memory_gb or cluster.memory_gb or (figures.usable_bytes / 1e9 if figures else None)
-        nodes.append(node.model_copy(update={"memory_gb": memory and round(share * memory, 3)}))
+        alone = cluster.model_copy(update={"nodes": (node.model_copy(update={"count": 1}),)})
+        size = make_cluster(alone).memory_bytes(0, communicators)
+        nodes.append(node.model_copy(update={"memory_gb": size and round(share * size / 1e9, 3)}))
     return cluster.model_copy(update={"nodes": tuple(nodes)})
 
 

@@ -92,7 +92,7 @@ class MemorySizes:
 
 def memory_sizes(space: Space) -> MemorySizes:
     """Return the bytes of the models of ``space`` and of its devices."""
-    smallest = min(space.pool.memory[kind] / space.usable for kind in space.pool.nodes)
+    smallest = min(map(space.memory_of, space.pool.nodes))
     weights, states = {}, {}
     for role in space.roles.all:
         settings, shape = space.spec.models.of(role), space.shapes[role]

@@ -54,7 +54,7 @@ CHECKED = 3
 """Results of a search that are planned."""
 
 
-def last_resort(base: Space, tries: Iterator[int] | None = None) -> Candidate | None:
+def last_resort(base: Space, tries: Iterator[int] | None = None) -> FeasibleCandidate | None:
     """Return a placement with a plan that fits; None if no search finds any.
 
     ``tries``: an item for each search, and one or several for each plan; None: without end.
@@ -74,8 +74,8 @@ def last_resort(base: Space, tries: Iterator[int] | None = None) -> Candidate | 
             for item in result.best[:CHECKED]:
                 found = Candidate("search", f"{label}, {name}", variant, item.assignment)
                 is_one = is_allowed(item.seconds) and strategy in (None, found.strategy)
-                if is_one and [*islice(tries, cost)] and isinstance(check(found), FeasibleCandidate):
-                    return found
+                if is_one and [*islice(tries, cost)] and isinstance(checked := check(found), FeasibleCandidate):
+                    return checked
     return None
 
 
@@ -140,6 +140,14 @@ def refusal_text(base: Space, rejected: Sequence[RejectedCandidate]) -> str:
     return f"{nothing} ({_cause(base, needed, rejected)}); {hint}"
 
 
+def lag_text(base: Space, lag: int) -> str:
+    """Return one sentence: that nothing fits without a lag, and the option that allows one."""
+    return (
+        f"no placement of these models fits {_devices(base)} without a lag; with lag {lag}, on batches that many steps "
+        f"old, one does: --max-lag {lag} allows it"
+    )
+
+
 def _devices(base: Space) -> str:
     """Return the devices of each class as ``4 H100-80G and 4 A100-40G``."""
     return " and ".join(f"{len(base.cluster.ranks_on(name))} {name}" for name in base.cluster.classes)
@@ -174,7 +182,7 @@ def _cause(base: Space, needed: Sequence[Mapping[str, float | None]], rejected: 
         for name, size in each.items():
             found[name] = min(size or UNLIMITED, found.get(name, UNLIMITED))
     # of the largest class
-    memory = max(each / base.usable for each in base.pool.memory.values())
+    memory = max(map(base.memory_of, base.pool.memory))
     largest = max(found, key=lambda name: found[name], default="")
     has = f"of {bytes_text(int(memory))}"
     if largest and found[largest] > memory:

@@ -202,7 +202,7 @@ class SizeTable:
             advice = advise(
                 spec, source.costs, lengths, margin=source.accuracy.tie, explains=False, max_lag=0, known=self.known
             )
-            if advice.feasible:
+            if advice.comparable:
                 found = SizedPlan(on_devices, advice.best)
                 if best is None or found.samples_per_second > FASTER * best.samples_per_second:
                     best = found

@@ -15,6 +15,7 @@ from flexrlhf.config.model_names import KNOWN_FAMILIES
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import MAX_PLANNED, Spec
 from flexrlhf.errors import UserError, either
+from flexrlhf.guideline.advice.limits import SpaceLimits
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, UniformMesh
 from flexrlhf.guideline.advice.sketch import SearchModel, Sketch, name_of
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
@@ -85,6 +86,7 @@ class Space:
     offloaded:       models that are in host memory while others compute.
     usable:          share of a device's memory that a plan may take.
     is_lean:         whether MLPs in tiles and activations in host memory are tried.
+    limits:          settings and memory that plans have rejected.
     """
 
     spec: Spec
@@ -101,6 +103,7 @@ class Space:
     offloaded: frozenset[str] = frozenset()
     usable: float = USABLE
     is_lean: bool = False
+    limits: SpaceLimits = field(default_factory=SpaceLimits)
 
     @cached_property
     def batch(self) -> BatchShape:
@@ -170,17 +173,37 @@ class Space:
     @cached_property
     def pool(self) -> DevicePool:
         """Devices in nodes of one size."""
-        communicators = (facts_of(model.engine).communicators for _, model in self.spec.models if model is not None)
-        return DevicePool.of_cluster(self.cluster, self.usable, max(communicators))
+        return DevicePool.of_cluster(self.cluster, self._searched_share, self.communicators)
+
+    @property
+    def communicators(self) -> int:
+        """Communicators of a rank: of the plans that have been made, or the usual number of its engines."""
+        usual = (facts_of(model.engine).communicators for _, model in self.spec.models if model is not None)
+        return self.limits.communicators or max(usual)
+
+    @property
+    def _searched_share(self) -> float:
+        """Share of a device's memory that a search may fill."""
+        return self.usable * self.limits.share
+
+    def memory_of(self, kind: str) -> float:
+        """Return the bytes of a device of a class that a plan can fill."""
+        return self.pool.memory[kind] / self._searched_share
 
     def _options(self, model: SearchModel, shape: MeshShape) -> tuple[Option, ...]:
-        """Options of a model on a mesh; none on devices of several classes."""
+        """Options of a model on a mesh that no plan has refused; none on devices of several classes."""
         if len(shape.kinds) > 1 or self.sketch.refusal:
             return ()
         mesh = self._mesh(shape)
         more = self._bytes_of_source(model, mesh)
-        options = self.enumerator.options(model, mesh)
+        options = self.allowed(model.name, self.enumerator.options(model, mesh))
         return tuple(replace(each, active=each.active + more) for each in options) if more else options
+
+    def allowed(self, part: str, options: tuple[Option, ...]) -> tuple[Option, ...]:
+        """Return the options of a part that no plan has refused."""
+        if not self.limits.refused:
+            return options
+        return tuple(each for each in options if self.limits.allows(part, each.settings))
 
     def option(self, model: SearchModel, shape: MeshShape, settings: ModelSpec) -> Option:
         """Option of a model on a mesh of one class. ``settings``: of an option there with other calls."""

@@ -1,0 +1,95 @@
+"""Parts of a space that plans have rejected: settings of a model that a rule refuses, and memory of which a search
+counts too little. What is left is searched again."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Self
+
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.guideline.search.problem import Assignment, Choice
+from flexrlhf.placement.placed import ModelName
+
+SPARED = 0.001
+"""Share of memory that is left out in addition, so that what was rejected is not found again."""
+SETTING = re.compile(r"\b(models\.\w+(?:\.shadow)?|rollout|placement\.operators\.\w+)\.(\w+)")
+"""Section and setting in the sentence of an error."""
+DEGREES = ("zero", "shard", "tp", "pp", "cp", "ep")
+"""Settings that are refused together, if the sentence of an error names none of a part."""
+
+
+@dataclass(frozen=True)
+class RefusedSettings:
+    """Settings of a part that a plan refuses.
+
+    values:  by name.
+    others:  whether all values but these are refused.
+    """
+
+    part: str
+    values: tuple[tuple[str, object], ...]
+    others: bool = False
+
+    @classmethod
+    def of(cls, choice: Choice, *names: str) -> Self:
+        return cls(choice.part, tuple((name, getattr(choice.option.settings, name)) for name in names))
+
+    @classmethod
+    def named(cls, choice: Choice, name: str, sentence: str) -> Self:
+        """Return the refused values of the setting ``name``: all but its default if ``sentence`` ends in using that."""
+        default = ModelSpec.model_fields[name].default
+        if sentence.endswith(f"; use {default}"):
+            return cls(choice.part, ((name, default),), others=True)
+        return cls.of(choice, name)
+
+    def covers(self, part: str, settings: object) -> bool:
+        alike = (getattr(settings, name) == value for name, value in self.values)
+        return part == self.part and all(alike) is not self.others
+
+
+@dataclass(frozen=True)
+class SpaceLimits:
+    """Limits within which a space is searched again.
+
+    share:          share of the memory that its plans may take, as a search counts it.
+    refused:        settings that plans have refused.
+    communicators:  most of a rank of its plans; 0: as its engines usually have.
+    """
+
+    share: float = 1.0
+    refused: tuple[RefusedSettings, ...] = ()
+    communicators: int = 0
+
+    def allows(self, part: str, settings: object) -> bool:
+        return not any(each.covers(part, settings) for each in self.refused)
+
+    def below(self, needed: float) -> Self:
+        """Return these limits after a plan needs ``needed`` of the memory that it may take, a share above 1."""
+        return replace(self, share=self.share * (1 - SPARED) / needed)
+
+    def without(self, assignment: Assignment, sentence: str) -> Self:
+        """Return these limits after a plan refuses ``assignment``: without the first setting that ``sentence`` names,
+        unless it is its default, else without the degrees of every part."""
+        for section, name in SETTING.findall(sentence):
+            setting = "generate_tokens" if name == "kv_tokens" else name
+            chosen = [choice for choice in assignment if section in _sections(choice.part)]
+            changed = [choice for choice in chosen if _is_changed(choice, setting)]
+            if changed:
+                found = (RefusedSettings.named(each, setting, sentence) for each in changed)
+                return replace(self, refused=(*self.refused, *found))
+        return replace(self, refused=(*self.refused, *(RefusedSettings.of(each, *DEGREES) for each in assignment)))
+
+
+def _sections(part: str) -> tuple[str, ...]:
+    """Return the sections of a YAML that may have the settings of a part: a placed model, or an operator."""
+    name = ModelName(part)
+    if name.is_rollout:
+        return ("rollout",)
+    own = (f"models.{name.role}.shadow",) if name.is_shadow else ()
+    return (f"models.{name.role}", f"placement.operators.{part}", *own)
+
+
+def _is_changed(choice: Choice, setting: str) -> bool:
+    field = ModelSpec.model_fields.get(setting)
+    return field is not None and getattr(choice.option.settings, setting) != field.default

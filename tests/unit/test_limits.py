@@ -1,0 +1,63 @@
+"""Candidates that a plan rejects are proposed again without what was rejected, and nothing else is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.limits import SpaceLimits
+from flexrlhf.guideline.advice.refusal import lag_text
+from flexrlhf.guideline.advice.request import AdviceOptions
+from flexrlhf.guideline.advice.space import make_space
+from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.search.problem import Choice, Option
+
+GRPO = ("algorithm.name=grpo", "reward={rule: gsm8k}")
+
+
+def test_a_refused_setting_is_left_out_for_its_part_alone() -> None:
+    spec = AdviceOptions(model="qwen2.5-1.5b", gpus=4, response_tokens=8192).spec(None, GRPO)
+    space = make_space(spec, AnalyticCosts(), None)
+    part = next(each for each in space.problem.parts if each.name == "actor")
+    shape = space.problem.shape_of(0, 4)
+    options = part.options(shape)
+    wide = next(each for each in options if each.settings.cp == 2)
+    chosen = tuple(Choice(each.name, 0, 4, wide) for each in space.problem.parts)
+
+    def left(sentence: str) -> tuple[Option, ...]:
+        limited = replace(space, limits=SpaceLimits().without(chosen, sentence)).problem
+        return next(each for each in limited.parts if each.name == "actor").options(shape)
+
+    assert {each.settings.cp for each in left("models.actor.cp: sliding attention; use 1")} == {1}
+    assert {each.settings.cp for each in left("models.actor.cp: 2 does not divide 7 heads; use 1 or 4")} == {1, 4}
+    assert left("models.ref.cp: sliding attention; use 1") == options
+    # no setting is named: all others of its degrees are left
+    others = [each for each in options if each.settings.cp != 2 or each.settings.zero != wide.settings.zero]
+    kept = left("the strategy forbids it")
+    assert all(each in kept for each in others) and wide not in kept and len(kept) < len(options)
+
+
+def test_memory_that_a_search_counts_too_low_is_left_out_of_the_next_one() -> None:
+    spec = AdviceOptions(model="qwen2.5-1.5b", gpus=4).spec(None, GRPO)
+    space = make_space(spec, AnalyticCosts(), None)
+    (before,) = space.pool.memory.values()
+    limited = replace(space, limits=space.limits.below(1.25))
+    (after,) = limited.pool.memory.values()
+    assert after < before / 1.25 < after * 1.01
+    (kind,) = space.pool.memory
+    assert limited.memory_of(kind) == pytest.approx(space.memory_of(kind))
+
+
+def test_a_lag_is_never_chosen_without_leave() -> None:
+    spec = AdviceOptions(model="qwen2.5-1.5b", gpus=4).spec(None, GRPO)
+    found = advise(spec, AnalyticCosts(), seconds_limit=0.5)
+    lagging = [item for item in found.feasible if item.lag]
+    assert lagging and found.best.lag == 0
+    sentence = lag_text(make_space(spec, AnalyticCosts(), None), 1)
+    alone = replace(found, feasible=tuple(lagging), refusal=sentence)
+    with pytest.raises(UserError, match="--max-lag 1 allows it"):
+        _ = alone.best
+    assert replace(alone, may_lag=True).best is lagging[0]
