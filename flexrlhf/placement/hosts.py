@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address
 from pathlib import Path
 
+from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster, has_known_gpus, make_cluster
@@ -148,6 +149,11 @@ def check_restarts(max_restarts: int) -> None:
 def has_nvidia_driver() -> bool:
     """Whether this machine has NVIDIA's driver."""
     return NVIDIA_DRIVER.is_file()
+
+
+def is_on_cpu(spec: ClusterSpec) -> bool:
+    """Whether ranks run on CPUs, as set or because this machine has no GPU; nodes whose class is a GPU apart."""
+    return spec.device == "cpu" or (spec.device == "auto" and not has_nvidia_driver())
 
 
 def planned_gpu(cluster: Cluster, ranks: Iterable[int]) -> str:

@@ -521,25 +521,33 @@ def test_relative_paths_lead_from_where_the_run_was_started(tmp_path: Path, monk
 
 
 def test_without_figures_of_the_devices_the_page_says_how_to_get_them(tmp_path: Path) -> None:
-    runs = [leave_cpu_run(tmp_path / name) for name in ("a", "b")]
+    runs = [leave_unknown_run(tmp_path / name) for name in ("a", "b")]
     page = write_report(runs, tmp_path / "report.html", None)
     assert page.notes == ("no predicted timeline of a, b; the page says why, above its timelines",)
     text = page.path.read_text()
-    sentence = "No predicted timeline: cluster: device class any has no figures"
+    sentence = "No predicted timeline: cluster: device class mine has no figures"
     assert text.lower().count("no predicted timeline") == text.count(sentence) == 1
     assert text.index('<section id="timeline">') < text.index(sentence) < text.index('id="timeline-0"')
     assert "measure with <code>flexrlhf profile</code> first" in text
 
 
 def test_a_run_without_prediction_is_named_where_others_have_one(tmp_path: Path) -> None:
-    runs = [leave_run(tmp_path / "a", fast_plan()), leave_cpu_run(tmp_path / "b")]
+    runs = [leave_run(tmp_path / "a", fast_plan()), leave_unknown_run(tmp_path / "b")]
     page = write_report(runs, tmp_path / "report.html", None)
-    assert "No predicted timeline of b: cluster: device class any" in page.path.read_text()
+    assert "No predicted timeline of b: cluster: device class mine" in page.path.read_text()
 
 
-def leave_cpu_run(directory: Path) -> Path:
+def test_a_run_on_cpus_is_predicted_by_measurements_of_an_ordinary_one(tmp_path: Path) -> None:
+    leave_run(tmp_path / "a", fast_plan())
+    (tmp_path / "a" / "config.yaml").write_text(dump_spec(plan_of(None, 2).spec))
+    page = write_report([tmp_path / "a"], tmp_path / "report.html", None)
+    assert page.notes == () and "by measurements of an ordinary CPU" in page.path.read_text()
+
+
+def leave_unknown_run(directory: Path) -> Path:
     leave_run(directory, fast_plan())
-    (directory / "config.yaml").write_text(dump_spec(plan_of(None, 2).spec))
+    plan = plan_of(None, 2, "cluster={nodes: [{devices: 2, class: mine, memory_gb: 9}]}")
+    (directory / "config.yaml").write_text(dump_spec(plan.spec))
     return directory
 
 

@@ -561,9 +561,22 @@ def test_the_timeline_is_written_and_compared_with(invoke: Invoke, tmp_path: Pat
     assert "only" not in result.stdout
 
 
+@pytest.mark.parametrize("cluster", [("--devices", "2"), (*A100, "--set", "cluster.device=cpu")])
+def test_cpus_that_were_not_measured_have_the_figures_of_an_ordinary_one(
+    cluster: tuple[str, ...], invoke: Invoke
+) -> None:
+    result = invoke("a.yaml", *cluster)
+    assert result.exit_code == 0, result.output
+    head = result.stdout.splitlines()
+    start = next(index for index, line in enumerate(head) if line.endswith("), by measurements of an ordinary CPU"))
+    assert "on the machine that was measured; `flexrlhf profile` measures this one" in head[start + 2]
+    # no range of a part, which would be of that machine
+    assert "(" not in head[start + 3] and "per device" in head[start + 4]
+
+
+MINE = ("--set", "cluster={nodes: [{devices: 2, class: mine, memory_gb: 9}]}")
 BAD = [
-    ("no figures", (), ("device class any", "cluster.nodes", "flexrlhf profile", "runs/profile.json")),
-    ("on CPUs", (*A100, "--set", "cluster.device=cpu"), ("cluster.device: cpu", "flexrlhf profile")),
+    ("no figures", MINE, ("device class mine", "cluster.nodes", "flexrlhf profile", "runs/profile.json")),
     ("no profile", ("--profile", "there.json"), ("--profile there.json", "no such file")),
     ("no lengths", (*A100, "--lengths", "many"), ("--lengths many", "expected a number, heavy-tail, a file")),
     ("too long", (*A100, "--lengths", "9"), ("--lengths 9", "data.max_response_tokens", "8")),

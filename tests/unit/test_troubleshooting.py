@@ -233,7 +233,9 @@ MESSAGES: dict[str, Callable[[Reader], str]] = {
     "no variable": lambda reader: reader.checks("models.reward=null", "reward={url: 'http://u:${NOT_SET}@h'}"),
     "no socks": socks_proxy,
     "no memory": lambda reader: reader.plans("--set", "cluster={nodes: [{devices: 1, class: mine, memory_gb: 1e-5}]}"),
-    "no figures": lambda reader: reader.types("simulate", "a.yaml"),
+    "no figures": lambda reader: reader.types(
+        "simulate", "a.yaml", "--set", "cluster={nodes: [{devices: 1, class: mine, memory_gb: 1}]}"
+    ),
     "nowhere": lambda reader: reader.types("run", "a.yaml", "--resume", "yes", "--dry-run"),
     "no checkpoint of a run": run_without_checkpoint,
     "no checkpoint": lambda reader: reader.types("run", "a.yaml", "--resume", "models", "--dry-run"),

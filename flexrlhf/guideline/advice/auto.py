@@ -13,7 +13,7 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import has_known_gpus, make_cluster
-from flexrlhf.placement.hosts import Hosts, has_nvidia_driver
+from flexrlhf.placement.hosts import Hosts, is_on_cpu
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.changes import OF_MODELS
 from flexrlhf.plan.epochs import with_epochs
@@ -82,7 +82,7 @@ def _is_on_cpu(spec: Spec) -> bool:
     measured = (plain.engine, plain.tp, plain.pp, plain.cp, plain.ep, plain.zero)
     is_plain = [(each.engine, each.tp, each.pp, each.cp, each.ep, each.zero) == measured for each in models]
     return (
-        (spec.cluster.device == "cpu" or (spec.cluster.device == "auto" and not has_nvidia_driver()))
+        is_on_cpu(spec.cluster)
         and (spec.rollout.engine == "auto" or not spec.rollout.has_copy)
         and all(is_plain)
         and len(cluster.devices) > 1
@@ -117,11 +117,13 @@ def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool =
         kept = {name: getattr(found, name) for name in names}
         chosen = spec.model_copy(update=kept)
     head = "placement auto is" if spec.placement == "auto" else "placement, which is not written, is"
-    line = f"{spec.name}: {head} {placement_text(best)}, {best.candidate.strategy}, {best.seconds:.3g} s a step"
-    line += f" by {source.name}"
+    # models that keep their settings have another time than the search found
+    seconds = f", {best.seconds:.3g} s a step" * has_settings
+    line = f"{spec.name}: {head} {placement_text(best)}, {best.candidate.strategy}{seconds} by {source.name}"
     colocated = next((item for item in advice.feasible if item.candidate.name == COLOCATED), None)
     if colocated is not None and best.candidate.strategy != COLOCATED:
-        line += f", {colocated.seconds:.3g} with every model on all devices"
+        longer = f"{colocated.seconds:.3g}" if has_settings else f"{colocated.seconds / best.seconds:.2f} times as long"
+        line += f", {longer} with every model on all devices"
     settings = "; ".join(_settings(spec, chosen))
     return chosen, f"{line}\n  with {settings}" if settings else line
 

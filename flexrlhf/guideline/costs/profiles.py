@@ -189,6 +189,16 @@ class Accuracy:
         beyond = 1 + NORMAL_RANGES * spread
         return replace(self, low=min(self.low, 1 / beyond), high=max(self.high, beyond))
 
+    @property
+    def elsewhere(self) -> Accuracy:
+        """Accuracy of measurements on another machine: of their order alone."""
+        return replace(self, low=0.0, high=inf)
+
+    @property
+    def has_range(self) -> bool:
+        """Whether it bounds measured seconds."""
+        return self.high < inf
+
     def seconds(self, predicted: float) -> tuple[float, float]:
         """Return the seconds between which a ``share`` of the measurements are, for a prediction."""
         return self.low * predicted, self.high * predicted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexrlhf.config.model_settings import ModelSpec
@@ -24,7 +24,8 @@ from flexrlhf.guideline.costs.profiles import (
     StepPart,
     accuracy_by_figures,
 )
-from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.cluster import ANY_CLASS, Cluster, make_cluster
+from flexrlhf.placement.hosts import is_on_cpu
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 
@@ -114,7 +115,8 @@ def engine_family(plan: Plan) -> EngineFamily:
 
 
 def costs_for(spec: Spec, profile: Path | None) -> CostSource:
-    """Return the costs of the given profile; else by figures of the device classes; else of this machine's profile.
+    """Return the costs of the given profile; else by figures of the device classes; else of this machine's profile;
+    else, of ranks on CPUs, of an ordinary CPU.
 
     Raises UserError where there is none of them.
     """
@@ -123,9 +125,12 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
         try:
             check_figures(cluster, spec.cluster.device, default)
         except UserError:
-            if not default.is_file():
+            if default.is_file():
+                profile = default
+            elif spec.cluster.device == "cpu" or (is_on_cpu(spec.cluster) and cluster.classes == (ANY_CLASS,)):
+                return ordinary_cpu(spec)
+            else:
                 raise
-            profile = default
         else:
             return CostSource(AnalyticCosts(), "figures of the device classes", FROM_FIGURES)
     if not profile.is_file():
@@ -158,7 +163,9 @@ def _without_figures(what: str, profile: object) -> str:
 
 def ordinary_cpu(spec: Spec) -> CostSource:
     """Return the costs of CPU ranks by measurements of another machine: which of two placements is the faster."""
-    return _by_measurements(ORDINARY_CPU, len(make_cluster(spec.cluster).devices), "measurements of an ordinary CPU")
+    ranks, name = len(make_cluster(spec.cluster).devices), "measurements of an ordinary CPU"
+    found = _by_measurements(ORDINARY_CPU, ranks, name)
+    return replace(found, accuracy=found.accuracy.elsewhere)
 
 
 def lengths_for(

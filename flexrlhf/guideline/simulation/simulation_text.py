@@ -107,7 +107,11 @@ def _parts(simulation: Simulation, source: CostSource) -> Iterator[str]:
     """Yield a line of the parts of a step, each on the device on which it takes longest, with their ranges."""
     texts = []
     for part, seconds in simulation.part_seconds.items():
-        low, high = map(seconds_text, source.accuracy_of(simulation.plan, part).seconds(seconds))
+        accuracy = source.accuracy_of(simulation.plan, part)
+        if not accuracy.has_range:
+            texts.append(f"{part} {seconds_text(seconds)}")
+            continue
+        low, high = map(seconds_text, accuracy.seconds(seconds))
         unit = high[high.index(" ") :]
         texts.append(f"{part} {seconds_text(seconds)} ({low.removesuffix(unit)} to {high})")
     if len(texts) > 1:
@@ -286,7 +290,9 @@ def _only(title: str, keys: Counter[Key]) -> Iterator[str]:
 
 
 def range_text(accuracy: Accuracy, predicted: float) -> str:
-    """Return the range of measured seconds for predicted ones."""
+    """Return the range of measured seconds for predicted ones; of another machine's how to get some of this one."""
+    if not accuracy.has_range:
+        return f"{seconds_text(predicted)} on the machine that was measured; `flexrlhf profile` measures this one"
     low, high = accuracy.seconds(predicted)
     return f"between {seconds_text(low)} and {seconds_text(high)} when measured, in {accuracy.share:.0%} of cases"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexrlhf.errors import UserError, nearest
@@ -15,7 +15,7 @@ from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.pricing import attempt_shape
 from flexrlhf.guideline.simulation.simulate import PARTS, Simulation
 from flexrlhf.operators.graph import CallKind
-from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.cluster import has_known_gpus
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 
@@ -52,6 +52,7 @@ class RunUsage:
     responses: of these the tokens of responses, as a run's metric ``tokens_per_second`` counts them
     flops:    model FLOPs of a step
     devices:  devices by class
+    unit:     word for one of them
     peak:     dense 16-bit peak of all devices together, FLOP/s; None: unknown
     parts:    work of the parts of a step
     prices:   of an hour of a device; None: not given
@@ -63,6 +64,7 @@ class RunUsage:
     responses: float
     flops: float
     devices: Mapping[str, int]
+    unit: str
     peak: float | None
     parts: Mapping[StepPart, PartWork]
     prices: Prices | None = None
@@ -114,7 +116,7 @@ class RunUsage:
 def usage_of(simulation: Simulation, prices: Prices | None = None) -> RunUsage:
     """Return the speed and cost of the simulated run."""
     plan, lengths = simulation.plan, simulation.lengths
-    parts = _work(simulation)
+    parts, has_gpus = _work(simulation), has_known_gpus(plan.spec.cluster, plan.cluster)
     return RunUsage(
         seconds=simulation.seconds,
         steps=plan.spec.steps,
@@ -122,22 +124,23 @@ def usage_of(simulation: Simulation, prices: Prices | None = None) -> RunUsage:
         responses=plan.batch.num_taken * lengths.mean_response,
         flops=sum(each.flops for each in parts.values()),
         devices={name: len(plan.cluster.ranks_on(name)) for name in plan.cluster.classes},
-        peak=_peak(plan.cluster, plan.cluster.ranks),
+        unit="GPU" if has_gpus else "device",
+        peak=_peak(plan, plan.cluster.ranks),
         parts=parts,
         prices=prices,
     )
 
 
-def _peak(cluster: Cluster, ranks: Iterable[int]) -> float | None:
+def _peak(plan: Plan, ranks: Sequence[int]) -> float | None:
     """Return the dense 16-bit peak of ``ranks`` together, in FLOP/s; None if that of any is unknown."""
-    figures = [cluster.figures(rank) for rank in ranks]
-    return None if None in figures else 1e12 * sum(each.tflops for each in figures if each is not None)
+    figures = [plan.cluster.figures(rank) for rank in ranks if has_known_gpus(plan.spec.cluster, plan.cluster)]
+    return 1e12 * sum(each.tflops for each in figures if each is not None) or None
 
 
 def _work(simulation: Simulation) -> dict[StepPart, PartWork]:
     """Return the model FLOPs of each part of a step; turns of an episode are one text, which its first turn counts."""
     plan, flops, most = simulation.plan, defaultdict[StepPart, float](float), defaultdict[StepPart, float](float)
-    peaks = {model.name: _peak(plan.cluster, model.ranks) for model in plan.placement.models}
+    peaks = {model.name: _peak(plan, model.ranks) for model in plan.placement.models}
     for item in simulation.regular:
         run = item.instruction
         if isinstance(run, Run) and run.operator.call is not None:
@@ -153,9 +156,9 @@ def _run_flops(plan: Plan, run: Run, lengths: TextLengths) -> float:
     shape = plan.shapes[model.role]
     assert kind is not None, f"{run.operator.name} is no model call"
     batch = attempt_shape(plan.batch, run)
-    prompts = sum(len(batch.prompts(mini_batch)) for mini_batch in run.mini_batches)
+    places = sum(len(batch.prompts(mini_batch)) for mini_batch in run.mini_batches)
     # of places for rows in segments as many have one as a round takes, on the average
-    prompts *= batch.num_taken / batch.num_rows
+    prompts = places * batch.num_taken / batch.num_rows
     transformer = transformer_of(shape, model.head, is_adapted=model.settings.lora is not None)
     times = texts_per_row(run.operator) * (plan.spec.algorithm.epochs if kind == "train" else 1)
     return times * prompts * prompt_flops(kind, transformer, lengths, batch.samples_per_prompt)

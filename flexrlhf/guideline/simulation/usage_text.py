@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from flexrlhf.display.plain_lines import rate
 from flexrlhf.guideline.simulation.usage import THOUSAND, RunUsage
-from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.text import counted
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
@@ -16,21 +15,16 @@ def usage_lines(usage: RunUsage) -> Iterator[str]:
     """Yield lines on the tokens and model FLOPs of a step, and one on all steps of the run."""
     yield (
         f"{rate(usage.tokens_per_second)} tokens/s of prompts and responses "
-        f"({rate(usage.response_tokens_per_second)} of responses), {rate(usage.tokens_per_device)} per {unit_of(usage)}"
+        f"({rate(usage.response_tokens_per_second)} of responses), {rate(usage.tokens_per_device)} per {usage.unit}"
     )
     yield _flops(usage)
     yield f"{counted(usage.steps, 'step')}: {duration_text(usage.duration)}, {hours_text(usage)}{_money(usage)}"
 
 
-def unit_of(usage: RunUsage) -> str:
-    """Return the word for a device: GPU if all are of known classes."""
-    return "GPU" if all(name in DEVICE_CLASSES for name in usage.devices) else "device"
-
-
 def _flops(usage: RunUsage) -> str:
     """Return the model FLOPs utilisation, and that of the parts of a step; without a known peak the FLOP/s."""
     if usage.mfu is None:
-        return f"{usage.flops_per_device / 1e12:.3g} TFLOP/s of the models per {unit_of(usage)}"
+        return f"{usage.flops_per_device / 1e12:.3g} TFLOP/s of the models per {usage.unit}"
     shares = {part: each.utilisation for part, each in usage.parts.items()}
     parts = [f"{part} {share_text(share)}" for part, share in shares.items() if share is not None]
     return f"MFU {share_text(usage.mfu)}" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")
@@ -43,7 +37,7 @@ def share_text(share: float) -> str:
 
 def hours_text(usage: RunUsage) -> str:
     """Return the device hours of all steps."""
-    return f"{amount_text(usage.device_hours)} {unit_of(usage)}-hours"
+    return f"{amount_text(usage.device_hours)} {usage.unit}-hours"
 
 
 def _money(usage: RunUsage) -> str:
