@@ -14,6 +14,7 @@ from flexrlhf.cli.options import MeasuredIn, Price, Profile, RunOptions, with_ru
 from flexrlhf.cli.planning import plan_runs
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
+from flexrlhf.plan.suggestions import lack_text
 
 Lengths = Annotated[
     str | None,
@@ -66,7 +67,8 @@ def simulate(
 ) -> None:
     """Predict the time of a step and which devices idle.
 
-    And what the step consists of. Starts nothing.
+    And what the step consists of. Of a plan that exceeds the memory of its devices, too, after a line on it. Starts
+    nothing.
     """
     from flexrlhf.guideline.advice.replan import measured_text
     from flexrlhf.guideline.simulation.asynchrony import compare_lags, read_lags, read_segments
@@ -104,6 +106,8 @@ def simulate(
         check_timeline(plans[0], steps)
     prices = read_prices(price, (name for plan in plans for name in plan.cluster.classes))
     for plan in plans:
+        if lack := lack_text(plan):
+            typer.echo(f"{plan.spec.name}: does not fit: {lack}\n")
         source = basis.source(plan.spec)
         read = partial(read_lengths, lengths, plan, mean_response)
         expected = basis.lengths(lengths, mean_response, read=read)

@@ -163,11 +163,17 @@ def _together(changes: Iterable[SettingChange]) -> list[Changes]:
 
 def check_fits(plan: Plan) -> None:
     """Raise UserError if a rank needs more than its device's memory. Devices of unknown size are not checked."""
+    if sentence := lack_text(plan):
+        raise UserError(sentence)
+
+
+def lack_text(plan: Plan) -> str:
+    """Return a sentence on the memory that the tightest rank lacks, with a remedy; empty if each has enough."""
     rank = tightest_rank(plan)
-    memory, size = plan.memories[rank], plan.device_bytes(rank)
-    if size is None or memory.peak_bytes <= size:
-        return
-    raise UserError(f"memory: {need_text(plan)}; {_remedy(memory_suggestions(plan, rank))}")
+    size = plan.device_bytes(rank)
+    if size is None or plan.memories[rank].peak_bytes <= size:
+        return ""
+    return f"memory: {need_text(plan)}; {_remedy(memory_suggestions(plan, rank))}"
 
 
 def need_text(plan: Plan) -> str:

@@ -574,6 +574,20 @@ def test_cpus_that_were_not_measured_have_the_figures_of_an_ordinary_one(
     assert "(" not in head[start + 3] and "per device" in head[start + 4]
 
 
+@pytest.mark.parametrize("option", [(), ("--what-if", "devices=2x"), ("--lags", "0", "--segments", "4")])
+def test_a_plan_that_does_not_fit_is_predicted_behind_the_sentence_of_its_refusal(
+    option: tuple[str, ...], invoke: Invoke
+) -> None:
+    small = ("--set", "cluster={nodes: [{devices: 2, class: A100-80G, memory_gb: 0.00001}]}", "--devices", "2")
+    result = invoke("a.yaml", *small, "--placement-ratio", "[1,1,1,1]", *option)
+    refused = CliRunner().invoke(app, ["plan", "a.yaml", *small, "--placement-ratio", "[1,1,1,1]"])
+    assert (result.exit_code, refused.exit_code) == (0, 2), result.output
+    sentence = refused.stderr.removeprefix("flexrlhf: ").strip()
+    assert sentence.startswith("memory: rank ") and "has 10 kB; " in sentence
+    assert result.stdout.splitlines()[0] == f"test: does not fit: {sentence}"
+    assert "A100-80G" in result.stdout.splitlines()[2]
+
+
 MINE = ("--set", "cluster={nodes: [{devices: 2, class: mine, memory_gb: 9}]}")
 BAD = [
     ("no figures", MINE, ("device class mine", "cluster.nodes", "flexrlhf profile", "runs/profile.json")),
