@@ -74,7 +74,7 @@ def simulate(
     from flexrlhf.guideline.simulation.asynchrony import compare_lags, read_lags, read_segments
     from flexrlhf.guideline.simulation.asynchrony_text import format_asynchrony
     from flexrlhf.guideline.simulation.compare import compare, read_run
-    from flexrlhf.guideline.simulation.lengths import read_lengths
+    from flexrlhf.guideline.simulation.lengths import mean_of_steps, read_lengths
     from flexrlhf.guideline.simulation.simulate import check_timeline, is_simulated, simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
     from flexrlhf.guideline.simulation.usage import read_prices
@@ -121,7 +121,9 @@ def simulate(
             continue
         simulation = simulate(plan, source.costs, expected)
         typer.echo(format_simulation(simulation, source, prices) + "\n")
-        if measured is not None:
-            typer.echo(format_comparison(compare(simulation, measured), against) + "\n")
+        if against is not None and measured is not None:
+            comparison = compare(simulation, measured)
+            own_mean = mean_of_steps(against.parent, comparison.steps)
+            typer.echo(format_comparison(comparison, against, expected, own_mean) + "\n")
         if output is not None:
             write_timeline(simulation, output, steps)

@@ -71,7 +71,8 @@ def predict(plan: Plan, profile: Path | None = None, mean_response: float | None
         simulation = simulate(plan, source.costs, lengths)
     except UserError as error:
         return str(error)
-    text = f"{lengths.mean_prompt:.4g} prompt tokens and {lengths.mean_response:.4g} of the response"
+    of = "" if mean_response is None else ", the mean of the run"
+    text = f"{lengths.mean_prompt:.4g} prompt tokens and {lengths.mean_response:.4g} of the response{of}"
     return Prediction(simulation, source.name, text)
 
 

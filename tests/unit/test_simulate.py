@@ -558,7 +558,13 @@ def test_the_timeline_is_written_and_compared_with(invoke: Invoke, tmp_path: Pat
     assert {event["args"]["step"] for event in trace["traceEvents"] if event["ph"] == "X"} == {0, 1, 2}
     result = invoke("a.yaml", *A100, "--against", "trace.json")
     assert "against trace.json: steps 1-2" in result.stdout
-    assert "only" not in result.stdout
+    assert "only" not in result.stdout and "in the run's mean" not in result.stdout
+    # of the compared steps alone
+    lengths = enumerate((99, 4.5, 5.5))
+    rows = [json.dumps({"step": step, "response_length": length}) for step, length in lengths]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    result = invoke("a.yaml", *A100, "--against", "trace.json")
+    assert "responses: 5 tokens in the run's mean, 8 in the prediction; --lengths . takes the run's" in result.stdout
 
 
 @pytest.mark.parametrize("cluster", [("--devices", "2"), (*A100, "--set", "cluster.device=cpu")])

@@ -81,6 +81,18 @@ def heavy_tail(mean: float, longest: int, name: str) -> tuple[float, ...]:
     return truncated([math.exp(normal.inv_cdf(share)) for share in shares], mean, longest)
 
 
+def mean_of_steps(directory: Path, steps: range) -> float | None:
+    """Return the mean response length of ``steps`` in the metrics of a run; None if it has none of them."""
+    try:
+        content = _content((directory / METRICS).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    rows = content if isinstance(content, list) else [content]
+    found = [row.get(KEYS[1]) for row in rows if isinstance(row, dict) and row.get("step") in steps]
+    lengths = [length for length in found if _is_number(length) and math.isfinite(length)]
+    return sum(lengths) / len(lengths) if lengths else None
+
+
 def batch_lengths(plan: Plan, lengths: TextLengths, number: int) -> list[list[int]]:
     """Return the response length of each row of the first ``number`` batches of ``plan``: a function of (seed, step,
     row), whatever the number of rows."""

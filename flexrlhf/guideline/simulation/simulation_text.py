@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple
+from pathlib import Path
 
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.costs.profiles import Accuracy
 from flexrlhf.guideline.simulation.compare import Comparison, Key, SpanComparison
 from flexrlhf.guideline.simulation.episode_prices import crowding
-from flexrlhf.guideline.simulation.inputs import CostSource
+from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, TimeShares
 from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction
 from flexrlhf.guideline.simulation.usage import Prices, usage_of
@@ -253,8 +254,15 @@ def _rare(simulation: Simulation, plan: Plan) -> Iterator[str]:
         yield f"{kind:<7} {item.instruction.label:<34} {seconds_text(item.cost.seconds):>9}  {when}"
 
 
-def format_comparison(comparison: Comparison, path: object) -> str:
-    """Return a table of medians, then the spans that were only measured or only predicted."""
+def format_comparison(
+    comparison: Comparison, path: Path | str, lengths: TextLengths | None = None, own_mean: float | None = None
+) -> str:
+    """Return a table of medians, then the spans that were only measured or only predicted.
+
+    path:      of the measured timeline
+    lengths:   of the prediction
+    own_mean:  mean response length of the compared steps; None: unknown
+    """
     steps, step = comparison.steps, comparison.step
     width = min(LABEL_WIDTH, max((len(line.label) for line in comparison.lines), default=0))
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
@@ -262,12 +270,21 @@ def format_comparison(comparison: Comparison, path: object) -> str:
         f"against {path}: {which}",
         f"  a step: measured {seconds_text(step.measured)}, predicted {seconds_text(step.predicted)}"
         f"{_error(step.error, ', error ')}",
+        *_own_lengths(path, lengths, own_mean),
         f"  {'medians':<{width + 8}}  measured predicted   error     waited predicted  spans",
         *(f"  {_compared(line, width)}" for line in comparison.lines),
         *_only("only predicted", comparison.missing),
         *_only("only measured", comparison.extra),
     ]
     return "\n".join(lines)
+
+
+def _own_lengths(path: Path | str, lengths: TextLengths | None, own_mean: float | None) -> Iterator[str]:
+    """Yield a line on the response lengths behind the two times of a step."""
+    if lengths is None or own_mean is None:
+        return
+    hint = "" if f"{own_mean:.3g}" == f"{lengths.mean_response:.3g}" else f"; --lengths {Path(path).parent} takes the run's"
+    yield f"  responses: {own_mean:.4g} tokens in the run's mean, {lengths.mean_response:.4g} in the prediction{hint}"
 
 
 def _compared(line: SpanComparison, width: int) -> str:
