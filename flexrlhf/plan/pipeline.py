@@ -49,7 +49,7 @@ from flexrlhf.plan.router_replay import run_lengths
 from flexrlhf.plan.segments import with_segments
 from flexrlhf.plan.tokenizers import check_tokenizers
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
-from flexrlhf.strategies.late_operators import behind_training
+from flexrlhf.strategies.late_operators import behind_training, streamed_behind_training
 from flexrlhf.strategies.schedule import Schedule
 from flexrlhf.strategies.strategy import STRATEGIES, choose_strategy
 from flexrlhf.weights.shapes import ModelShape
@@ -99,7 +99,9 @@ def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
     """
     spec = with_placed_dtypes(spec, placement)
     graph = placeable_graph(graph, spec, {model.role for model in placement.shadows})
-    return behind_training(graph, placement) if spec.schedule.lag else graph
+    if spec.schedule.lag:
+        return behind_training(graph, placement)
+    return streamed_behind_training(graph, placement)
 
 
 def placeable_graph(graph: Graph, spec: Spec, shadowed: Collection[str]) -> Graph:

@@ -2,16 +2,20 @@
 training is.
 
 There they are where these ranks would else wait, for rows that have been generated long ago. Generation then waits for
-nothing but weights: combines, which need the results of all other models, are not on its ranks.
+nothing but weights: combines, which need the results of all other models, are not on its ranks. In chunks without a lag
+the ranks that generate would compute the combines of a chunk only when a later one is generated, and its training would
+wait for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import Placement
+from flexrlhf.strategies.schedule import whole_step
 
 
 def training_ranks(graph: Graph, placement: Placement) -> frozenset[int]:
@@ -27,21 +31,34 @@ def is_late(operator: Operator, graph: Graph, placement: Placement) -> bool:
 
 
 def behind_training(graph: Graph, placement: Placement) -> Graph:
-    """Return ``graph`` with its combines on trained copies, but for those whose columns a model or a source of scores
-    on other ranks reads. Raises UserError where such a reader needs columns of the ranks of training.
+    """Return ``graph`` with its combines on trained copies. Raises UserError where a model or a source of scores on
+    other ranks needs columns of the ranks of training.
     """
+    behind = _combines_on_trained(graph, placement)
+    _check_readers(behind, placement)
+    return behind
+
+
+def streamed_behind_training(graph: Graph, placement: Placement) -> Graph:
+    """Return ``graph`` with its combines of single chunks on trained copies, if models train on single chunks."""
+    whole = whole_step(graph, placement)
+    streams = any(each.kind == "train" and each.name not in whole for each in graph.operators)
+    return _combines_on_trained(graph, placement, whole) if streams else graph
+
+
+def _combines_on_trained(graph: Graph, placement: Placement, others: Collection[str] = ()) -> Graph:
+    """Return ``graph`` with its combines on trained copies, but for ``others`` and those whose columns a model or a
+    source of scores on other ranks reads."""
     operators: list[Operator] = []
     needed: set[str] = set()
     for operator in reversed(graph.operators):
-        is_needed = not needed.isdisjoint(operator.writes)
-        if operator.kind == "combine" and operator.role in graph.trained and not is_needed:
+        stays = operator.name in others or not needed.isdisjoint(operator.writes)
+        if operator.kind == "combine" and operator.role in graph.trained and not stays:
             operator = replace(operator, on_trained=True)
         if not is_late(operator, graph, placement):
             needed.update(operator.reads)
         operators.insert(0, operator)
-    behind = replace(graph, operators=tuple(operators))
-    _check_readers(behind, placement)
-    return behind
+    return replace(graph, operators=tuple(operators))
 
 
 def _check_readers(graph: Graph, placement: Placement) -> None:

@@ -443,7 +443,7 @@ OVERLAPS = [
         "six models, chunks",
         SIX,
         STREAM,
-        [f"{TRAINING_WITH} logprobs, ref_logprobs, scores, values, generate, advantages of a later chunk"],
+        [f"advantages, {TRAINING_WITH} generate, logprobs, ref_logprobs, scores, values of a later chunk"],
     ),
     (
         "six models, lag",
