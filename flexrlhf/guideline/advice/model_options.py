@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from flexrlhf.config.engines import ALL_KINDS, EngineFacts, facts_of
 from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import ModelSpec, ShadowSpec, Shard
-from flexrlhf.config.spec import RolloutSpec, Spec, SyncSpec
+from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.sketch import PlacedCall, PlacedCallKind, SearchModel, Sketch
@@ -24,23 +24,22 @@ from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost
 from flexrlhf.guideline.simulation.pricing import is_ring, side_of
-from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
+from flexrlhf.memory.budget import Compute, Saving, SequenceLengths, Sizing
 from flexrlhf.memory.packed_rows import decodes_in_slots
 from flexrlhf.memory.states import State
+from flexrlhf.memory.transfer_bytes import UNDER_WAY, sync_parts
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.cluster import Cluster, Device, make_cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.place import Degrees, check_degrees, on_devices, sharded_as_set
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
-from flexrlhf.placement.rollout import padded_row, rollout_settings
+from flexrlhf.placement.rollout import own_adapters, padded_row, rollout_settings
 from flexrlhf.plan.changes import LONG_ROW
 from flexrlhf.plan.model_checks import check_placed_model
 from flexrlhf.plan.plan import own_texts
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
-from flexrlhf.weights.shards import part_elements, trained_parts
-from flexrlhf.weights.sync_plan import sent_dtype
 
 T = TypeVar("T")
 
@@ -51,8 +50,6 @@ CONTEXT_PARALLEL = (1, 2, 4, 8)
 EXPERT_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
-NO_SYNC = SyncSpec()
-"""Settings of syncs of a single model, which has none."""
 PASS_TOKENS = (0, 4096, 8192, 32768)
 """Padded tokens of a micro-batch that are tried; at least one text's."""
 LEAST_FREED = 0.02
@@ -103,6 +100,18 @@ class _Figures:
     seconds: tuple[float, ...]
     most: int
     side: MeshSide
+
+
+@dataclass(frozen=True)
+class _TransferBytes:
+    """Bytes of a model's syncs and saves.
+
+    under_way:  of buffers for weights that travel while ranks compute, which stay
+    most:       that one of them needs in addition to the resting ones
+    """
+
+    under_way: int
+    most: int
 
 
 @dataclass(frozen=True)
@@ -456,26 +465,48 @@ class OptionEnumerator:
         return sum(seconds for seconds, _ in figures), max((size for _, size in figures), default=0)
 
     def _option(self, model: SearchModel, mesh: UniformMesh, figures: _Figures) -> Option:
-        placed, state, seconds, most = figures.placed, figures.state, figures.seconds, figures.most
-        resting, side = state.resting, figures.side
-        if model.is_apart:
-            resting += self.cached(("under way", self._state_key(placed, mesh)), partial(self._bytes_under_way, placed))
+        placed, state, seconds, side = figures.placed, figures.state, figures.seconds, figures.side
+        key = "transfers", self._state_key(placed, mesh), model.partner, model.is_apart
+        transfers = self.cached(key, partial(self._transfers, model, placed))
+        resting = state.resting + transfers.under_way
         if model.is_offloaded:
+            # it has no cache while weights arrive
+            most = max(figures.most, transfers.most - state.cache)
             return Option(seconds, state.resting - state.freed, state.freed + most, side, placed.settings)
+        most = max(figures.most, transfers.most)
         if model.switches:
             moved = self.costs.switch(state.offloaded, mesh.device).seconds
             seconds = tuple(each + number * moved for each, number in zip(seconds, model.switches, strict=True))
             return Option(seconds, resting - state.freed, state.freed + most, side, placed.settings)
         return Option(seconds, resting, most, side, placed.settings)
 
-    def _bytes_under_way(self, placed: PlacedModel) -> int:
-        """Most bytes of a stage's part of the trained weights, in the type in which they are sent."""
-        shape, base = self.shapes[placed.role], self.spec.models.of(placed.role)
-        assert base is not None, f"{placed.role} is resolved"
-        copy = placed if not placed.trained else replace(placed, settings=base.of_shadow)
-        item = DTYPE_BYTES[sent_dtype(copy, self.spec.sync.dtype)]
-        parts = (trained_parts(placed, shape, rank) for rank in placed.layout.pp_set(0))
-        return item * max(part_elements(each, list(each)) for each in parts)
+    def _transfers(self, model: SearchModel, placed: PlacedModel) -> _TransferBytes:
+        """Return the bytes of a model's syncs and saves, of the stage that needs most."""
+        sizing, ranks = self._sizing(placed), placed.layout.pp_set(0)
+        most, under_way = [0], [0]
+        if placed.trained:
+            saving = Saving(placed.name, placed.gather_sets[0])
+            most += [phase.part_bytes for rank in ranks for phase in sizing.phases(saving, rank)]
+        if model.partner is not None:
+            ends = (placed, self._partner(model, placed))
+            source, copy = ends if placed.trained else reversed(ends)
+            for rank in ranks:
+                settings, shape = self.spec.sync, self.shapes[placed.role]
+                parts = dict(sync_parts(source, copy, shape, settings, rank, model.is_apart))
+                under_way.append(parts.pop(UNDER_WAY, 0) or 0)
+                most.append(sum(size or 0 for size in parts.values()))
+        return _TransferBytes(max(under_way), max(most))
+
+    def _partner(self, model: SearchModel, placed: PlacedModel) -> PlacedModel:
+        """Return the other end of a model's syncs, as if it was whole on another device."""
+        base, rollout, name = self.spec.models.of(model.role), self.spec.rollout, model.partner
+        assert base is not None and name is not None, f"{model.role} is resolved"
+        settings = base.of_shadow if name.copy else base
+        if name.is_rollout:
+            adapters = own_adapters(base, rollout)
+            settings = ModelSpec(engine=rollout.engine, dtype=rollout.dtype or base.dtype, lora=adapters)
+        elsewhere = Layout((len(placed.ranks),))
+        return PlacedModel(name, elsewhere, not name.copy, settings, rollout if name.is_rollout else None, placed.head)
 
     @staticmethod
     def _key(placed: PlacedModel, mesh: UniformMesh, *settings: object) -> object:
@@ -585,7 +616,8 @@ class OptionEnumerator:
     def _sizing(self, placed: PlacedModel) -> Sizing:
         shapes = {placed.role: self.shapes[placed.role]}
         placement, on_gpus = Placement((placed,), len(placed.ranks)), self._on_gpus
-        return Sizing(placement, shapes, self._lengths, NO_SYNC, self._own_lengths, on_gpus=on_gpus)
+        lengths, own = self._lengths, self._own_lengths
+        return Sizing(placement, shapes, lengths, self.spec.sync, own, on_gpus=on_gpus, save=self.spec.save)
 
     @cached_property
     def _on_gpus(self) -> bool:

@@ -12,6 +12,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.calls import texts_per_row
 from flexrlhf.guideline.simulation.model_free_costs import source_section
+from flexrlhf.operators.columns import FINAL_OUTCOME
 from flexrlhf.operators.graph import Graph, OperatorKind
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
@@ -77,6 +78,7 @@ class SearchModel:
     switches: transfers to or from host memory next to each call; empty: it stays on the device between calls.
     is_lean:  whether MLPs in tiles and activations in host memory are tried.
     operator: the operator that it is a further copy for, where operators are placed; else nothing.
+    partner:  the copy that it sends its weights to, or receives them from.
     """
 
     name: ModelName
@@ -87,6 +89,7 @@ class SearchModel:
     switches: tuple[int, ...] = ()
     is_lean: bool = False
     operator: str = ""
+    partner: ModelName | None = None
 
     @property
     def role(self) -> str:
@@ -192,6 +195,16 @@ class Sketch:
     def runs(self) -> tuple[Run, ...]:
         return tuple(each for each in self.instructions if isinstance(each, Run))
 
+    @cached_property
+    def columns(self) -> dict[str, frozenset[str]]:
+        """Placed model → the columns of a step that it reads and writes."""
+        columns: dict[str, frozenset[str]] = {}
+        for run in self.runs:
+            outcomes = (FINAL_OUTCOME,) if run.operator.kind == "train" else ()
+            own = (*run.operator.reads, *run.operator.writes, *outcomes)
+            columns[run.model] = columns.get(run.model, frozenset()).union(own)
+        return columns
+
     @property
     def sleeper(self) -> str | None:
         """Rollout engine on the ranks of the trained copy, if it is offloaded after its last call until weights are
@@ -211,10 +224,12 @@ class Sketch:
             calls[self.sleeper] += [PlacedCall("switch", BatchShape.of(self.spec).mini_batches)] * 2
         syncs = [each for each in self.instructions if isinstance(each, Sync)]
         travelling = {name for each in syncs if each.proceeds_in_background for name in each.touches}
+        partners = {each.source: each.destination for each in syncs} | {each.destination: each.source for each in syncs}
         for name in self.names:
             switches = self.switches(name) if name in offloaded else ()
             trained, head = name in self.roles.trained, self.head(name)
-            yield SearchModel(name, trained, tuple(calls[name]), head, name in travelling, switches, is_lean)
+            own = tuple(calls[name]), head, name in travelling, switches, is_lean, partners.get(name)
+            yield SearchModel(name, trained, *own)
 
     def last_training(self, model: ModelName) -> str:
         """Return the task that ends the training of ``model``."""

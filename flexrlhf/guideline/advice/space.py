@@ -36,6 +36,7 @@ from flexrlhf.guideline.search.problem import (
 from flexrlhf.guideline.simulation.calls import CallMaker
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.pricing import UNKNOWN, rows_bytes, synced_weights
+from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16
 from flexrlhf.placement.devices import DeviceClass
@@ -195,9 +196,11 @@ class Space:
         if len(shape.kinds) > 1 or self.sketch.refusal:
             return ()
         mesh = self._mesh(shape)
-        more = self._bytes_of_source(model, mesh)
         options = self.allowed(model.name, self.enumerator.options(model, mesh))
-        return tuple(replace(each, active=each.active + more) for each in options) if more else options
+        more = self._bytes_of_source(model, mesh)
+        if not (more or self._steps_kept):
+            return options
+        return tuple(self._with_further_bytes(model, each, more) for each in options)
 
     def allowed(self, part: str, options: tuple[Option, ...]) -> tuple[Option, ...]:
         """Return the options of a part that no plan has refused."""
@@ -209,7 +212,29 @@ class Space:
         """Option of a model on a mesh of one class. ``settings``: of an option there with other calls."""
         mesh = self._mesh(shape)
         found = self.enumerator.option(model, mesh, settings)
-        return replace(found, active=found.active + self._bytes_of_source(model, mesh))
+        return self._with_further_bytes(model, found, self._bytes_of_source(model, mesh))
+
+    def _with_further_bytes(self, model: SearchModel, option: Option, of_source: float) -> Option:
+        """Return ``option`` with the bytes ``of_source`` and of the rows of earlier steps that its model reads and
+        writes."""
+        kept = 0
+        if self._steps_kept:
+            assert isinstance(option.layout, MeshSide), "options of a Space have a side as layout"
+            columns = self.sketch.columns[model.name]
+            rows = -(-self.batch.num_rows // option.layout.dp)
+            kept = self._steps_kept * rows * sum(map(self._run_lengths.row_bytes, columns))
+        return replace(option, resting=option.resting + kept, active=option.active + of_source)
+
+    @cached_property
+    def _run_lengths(self) -> Lengths:
+        return run_lengths(self.spec, self.graph, self.shapes)
+
+    @cached_property
+    def _steps_kept(self) -> int:
+        """Steps whose rows a rank keeps next to those of the newest, as of ``Plan.row_bytes_in_flight``."""
+        operators = self.sketch.whole_graph.operators
+        carried = [run.lag + 1 for run in self.sketch.runs if run.operator.carries]
+        return max(self.spec.schedule.lag, *carried, 0) + any(each.turns for each in operators)
 
     def _mesh(self, shape: MeshShape) -> UniformMesh:
         (kind,) = shape.kinds
@@ -245,7 +270,7 @@ class Space:
         """Yield transfers of columns, and waits between models that must not share a device."""
         for reader in self.sketch.runs:
             for writer in self.sketch.writers(reader):
-                size = rows_bytes(self.batch, run_lengths(self.spec, self.graph, self.shapes), writer, reader)
+                size = rows_bytes(self.batch, self._run_lengths, writer, reader)
                 seconds = partial(self._rows_seconds, size, self.sketch.must_be_disjoint(writer.model, reader.model))
                 yield RowTransfer(name_of(writer), name_of(reader), seconds, _rows_side)
             for writer in self.sketch.separate(reader):

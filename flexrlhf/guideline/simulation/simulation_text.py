@@ -283,7 +283,11 @@ def _own_lengths(path: Path | str, lengths: TextLengths | None, own_mean: float 
     """Yield a line on the response lengths behind the two times of a step."""
     if lengths is None or own_mean is None:
         return
-    hint = "" if f"{own_mean:.3g}" == f"{lengths.mean_response:.3g}" else f"; --lengths {Path(path).parent} takes the run's"
+    hint = (
+        ""
+        if f"{own_mean:.3g}" == f"{lengths.mean_response:.3g}"
+        else f"; --lengths {Path(path).parent} takes the run's"
+    )
     yield f"  responses: {own_mean:.4g} tokens in the run's mean, {lengths.mean_response:.4g} in the prediction{hint}"
 
 
