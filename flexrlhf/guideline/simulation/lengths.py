@@ -89,7 +89,7 @@ def mean_of_steps(directory: Path, steps: range) -> float | None:
         return None
     rows = content if isinstance(content, list) else [content]
     found = [row.get(KEYS[1]) for row in rows if isinstance(row, dict) and row.get("step") in steps]
-    lengths = [length for length in found if _is_number(length) and math.isfinite(length)]
+    lengths = [float(length) for length in found if length is not None and _is_number(length) and math.isfinite(length)]
     return sum(lengths) / len(lengths) if lengths else None
 
 
