@@ -29,6 +29,7 @@ from flexrlhf.guideline.advice.advise import FeasibleCandidate, advise, with_kin
 from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
 from flexrlhf.guideline.advice.candidates import Method, RejectedCandidate
 from flexrlhf.guideline.advice.choice import Advice, complexity, ratios_of
+from flexrlhf.guideline.advice.guideline_rules import RuleVerdict, judged
 from flexrlhf.guideline.advice.proposals import spec_of
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,
@@ -430,10 +431,22 @@ def test_the_choice_trains_on_the_newest_batch(advice: Advice) -> None:
     assert advice.best.plan.spec.schedule.lag == 0
 
 
-def test_rules_that_fire_are_named_with_their_reason(advice: Advice) -> None:
-    rules = {rule.name: rule.reason for rule in advice.rules}
-    assert "fits one node" in rules["interleave what fits a node"]
+def rules_of(found: Advice) -> dict[str, RuleVerdict]:
+    """Rules that apply to the placement to use."""
+    verdicts = judged(found.best.simulation)
+    return {each.rule.name: each for each in verdicts if each.state != "not applicable"}
+
+
+def test_rules_that_apply_are_named_with_their_reason(advice: Advice, report: str) -> None:
+    """In the report those of FlexRLHF also for the guideline's own placement."""
+    rules = rules_of(advice)
+    assert "fits one node" in rules["interleave what fits a node"].evidence
     assert "co-locate small clusters" in rules
+    ruled = next(item for item in advice.feasible if item.candidate.method == "guideline")
+    for item in (advice.best, ruled):
+        for each in judged(item.simulation):
+            if each.state != "not applicable" and each.rule.source == "FlexRLHF":
+                assert f"{each.state:<12}  {each.evidence}" in report
 
 
 @pytest.mark.parametrize(
@@ -442,7 +455,7 @@ def test_rules_that_fire_are_named_with_their_reason(advice: Advice) -> None:
 )
 def test_the_guideline_follows_the_cluster(gpus: int, model: str, rule: str) -> None:
     found = advise(spec_for(gpus, model), AnalyticCosts(), seconds_limit=1.0)
-    assert rule in {item.name for item in found.rules}
+    assert rule in rules_of(found)
 
 
 def test_settings_of_the_yaml_stay() -> None:
@@ -554,16 +567,16 @@ def test_adapters_are_on_the_trained_models() -> None:
 
 def test_a_lone_frozen_model_is_not_interleaved() -> None:
     """Nothing would compute on the other half of the devices at the same time."""
-    rules = {rule.name for rule in advice_of("algorithm.name=grpo", "reward={rule: gsm8k}").rules}
+    rules = rules_of(advice_of("algorithm.name=grpo", "reward={rule: gsm8k}"))
     assert "co-locate where devices are scarce" in rules and "interleave what fits a node" not in rules
-    rules = {rule.name for rule in advice_of("algorithm.name=grpo").rules}
+    rules = rules_of(advice_of("algorithm.name=grpo"))
     assert "interleave what fits a node" in rules
 
 
 def test_rules_of_critics_need_critics() -> None:
     by_size = "devices by size of the trained models"
-    assert by_size in {rule.name for rule in advice_of(reward="qwen2.5-7b").rules}
-    assert by_size not in {rule.name for rule in advice_of("algorithm.name=grpo", reward="qwen2.5-7b").rules}
+    assert by_size in rules_of(advice_of(reward="qwen2.5-7b"))
+    assert by_size not in rules_of(advice_of("algorithm.name=grpo", reward="qwen2.5-7b"))
 
 
 def test_responses_are_on_many_replicas_while_replies_take_long() -> None:
@@ -621,7 +634,7 @@ def test_the_command_writes_a_yaml_that_plans(tmp_path: Path) -> None:
     size = ("--model", "qwen2.5-1.5b", "--gpus", 8, "--prompts", 64)
     result = run(*size, "--rollout", "transformers", "--seconds", 1, "-o", path)
     assert result.exit_code == 0, result.output
-    for part in ("ranked", "settings of", "why", "guideline: rules that fired", "search", "gap"):
+    for part in ("ranked", "settings of", "why", "rules (of the guideline", "search", "gap"):
         assert part in result.output
     assert CliRunner().invoke(app, ["plan", str(path)]).exit_code == 0
     assert len(path.read_text().splitlines()) < 80
@@ -713,7 +726,8 @@ def test_a_placement_against_the_guideline_says_so_and_why(on_four_nodes: Advice
     (line,) = contradictions(found)
     assert "contradicts FlexRLHF's guideline" in line and "disaggregate beyond two nodes: 4 nodes" in line
     assert f"{ruled.seconds / found.best.seconds - 1:+.0%}" in line
-    assert "generate" in line and "on 16 devices" in line and "on 32" in line
+    shadow = ruled.plan.placement["actor.rollout"]
+    assert "generate" in line and f"on {len(shadow.ranks)} devices" in line and "on 32" in line
     assert line in format_advice(found, SOURCE)
 
 

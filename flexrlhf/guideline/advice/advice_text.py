@@ -17,6 +17,7 @@ from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import Advice, ratios_of, tied
+from flexrlhf.guideline.advice.guideline_rules import FLEXRLHF, RuleVerdict, judged
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
 from flexrlhf.guideline.advice.space import is_allowed
@@ -63,7 +64,6 @@ def format_advice(advice: Advice, source: CostSource, max_batch: bool = False, p
     taken = "the one to use" if advice.take is None else f"the one to use, by --take {advice.take}"
     ranked = f"ranked (simulated seconds and memory; `>`: {taken}{tie}; `*`: by ranks, below)"
     ruled = (a for a in advice.feasible if a.candidate.method == "guideline" and a is not advice.best)
-    rules = [f"{rule.name} ({rule.source}): {rule.reason}" for rule in advice.rules]
     sections = [
         "\n".join([_head(advice, source), *usage_lines(usage_of(advice.best.simulation, prices))]),
         _titled(ranked, _ranking(advice)),
@@ -73,7 +73,9 @@ def format_advice(advice: Advice, source: CostSource, max_batch: bool = False, p
         _titled("larger batches (samples/s and memory, as many optimizer steps a step)", _batches(advice)),
         _titled(LARGEST_BATCHES, _largest(advice) if max_batch else ()),
         _titled("against the guideline", contradictions(advice)),
-        _titled("guideline: rules that fired", [*rules, *weighed_rules(advice)]),
+        _titled(
+            "rules (of the guideline's placement and `>`, the one to use)", [*_rules(advice), *weighed_rules(advice)]
+        ),
         _titled("search", _searches(advice)),
         _titled("rejected", _rejected(advice)),
     ]
@@ -304,21 +306,59 @@ def _speed(item: FeasibleCandidate | None) -> str:
 def contradictions(advice: Advice) -> Iterator[str]:
     """Yield a sentence where the placement to use has another strategy than FlexRLHF's guideline gives, with the
     operator that makes the difference in the simulated steps."""
-    best, rule = advice.best, next(iter(advice.rules), None)
-    ruled = next((item for item in advice.feasible if item.candidate.method == "guideline"), None)
-    if rule is None or ruled is None or ruled.seconds <= (1 + advice.margin) * best.seconds:
+    best, ruled = advice.best, _by_guideline(advice)
+    if ruled is None or ruled.seconds <= (1 + advice.margin) * best.seconds:
         return
     if ruled.candidate.strategy == best.candidate.strategy:
         return
+    verdicts = _judged(ruled)
+    rule = next((each for each in verdicts if each.rule.strategy and each.state == "followed"), verdicts[0])
     own, other = _seconds_by_operator(best), _seconds_by_operator(ruled)
     name = max(own, key=lambda each: other.get(each, (0.0, 0))[0] - own[each][0])
     (seconds, devices), (before, all_devices) = other[name], own[name]
     yield (
         f"{best.candidate.strategy} contradicts FlexRLHF's guideline, which gives {ruled.candidate.strategy} "
-        f"({rule.name}: {rule.reason}): that takes {ruled.seconds / best.seconds - 1:+.0%}, because as simulated "
-        f"{name} takes {seconds:.1f} s on {devices} devices and {before:.1f} s on {all_devices}, and devices run "
-        f"{ruled.simulation.utilisation:.0%} of the time in place of {best.simulation.utilisation:.0%}"
+        f"({rule.rule.name}: {rule.evidence}): that takes {ruled.seconds / best.seconds - 1:+.0%}, because as "
+        f"simulated {name} takes {seconds:.1f} s on {devices} devices and {before:.1f} s on {all_devices}, and devices "
+        f"run {ruled.simulation.utilisation:.0%} of the time in place of {best.simulation.utilisation:.0%}"
     )
+
+
+def _judged(item: FeasibleCandidate) -> tuple[RuleVerdict, ...]:
+    return judged(item.simulation, item.candidate.space.cluster)
+
+
+def _by_guideline(advice: Advice) -> FeasibleCandidate | None:
+    return next((item for item in advice.feasible if item.candidate.method == "guideline"), None)
+
+
+def _rules(advice: Advice) -> Iterator[str]:
+    """Yield a line for each rule that applies and each placement, with its state and figures; the others in one line.
+    Rules of other systems than the guideline's are judged on the placement to use alone."""
+    best, ruled = advice.best, _by_guideline(advice)
+    own = _judged(best)
+    other = own if ruled is best or ruled is None else _judged(ruled)
+    rows: list[tuple[str, ...]] = []
+    idle = []
+    for verdict, first in zip(own, other, strict=True):
+        is_comment = verdict.rule.source != FLEXRLHF
+        if verdict.state == "not applicable" and (is_comment or first.state == verdict.state):
+            idle.append(verdict.rule.name)
+            continue
+        title = f"{verdict.rule.name} ({verdict.rule.source})"
+        pairs = [(">", verdict)] if is_comment or other is own else [("", first), (">", verdict)]
+        for mark, each in pairs:
+            rows.append((title, mark, each.state, f"{each.evidence}{_miss(advice, each, mark, ruled is best)}"))
+            title = ""
+    yield from table(rows, "<<<<")
+    if idle:
+        yield f"not applicable: {', '.join(idle)}"
+
+
+def _miss(advice: Advice, verdict: RuleVerdict, mark: str, is_ruled: bool) -> str:
+    """Return why the guideline's own placement does not follow a rule."""
+    reason = advice.misses.get(verdict.rule.name, "") if not mark or is_ruled else ""
+    return f"; {reason}" if reason and verdict.state == "contradicted" else ""
 
 
 def _seconds_by_operator(item: FeasibleCandidate) -> dict[str, tuple[float, int]]:
@@ -333,12 +373,13 @@ def _seconds_by_operator(item: FeasibleCandidate) -> dict[str, tuple[float, int]
 
 
 def weighed_rules(advice: Advice) -> Iterator[str]:
-    """Yield a sentence where rules that fired lead to different strategies, with the seconds of the best of each."""
-    rules = {rule.strategy: rule for rule in reversed(advice.rules) if rule.strategy}
+    """Yield a sentence where rules that apply lead to different strategies, with the seconds of the best of each."""
+    applied = [each.rule for each in _judged(advice.best) if each.state != "not applicable"]
+    rules = {rule.strategy: rule for rule in reversed(applied) if rule.strategy}
     by_strategy = {item.candidate.strategy: item.seconds for item in reversed(advice.comparable)}
     timed = sorted((by_strategy[name], name) for name in rules if name in by_strategy)
     if len(timed) > 1:
-        names = " and ".join(f"{rule.name} ({rule.source.partition(',')[0]})" for rule in rules.values())
+        names = " and ".join(f"{rule.name} ({rule.source})" for rule in rules.values())
         figures = ", ".join(f"{seconds:.2f} s {name}" for seconds, name in timed)
         yield f"{names} contradict each other: as simulated a step takes at best {figures}"
 

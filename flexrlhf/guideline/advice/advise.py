@@ -28,11 +28,12 @@ from flexrlhf.guideline.advice.candidates import (
     ranked,
 )
 from flexrlhf.guideline.advice.choice import Advice
+from flexrlhf.guideline.advice.guideline_plan import GuidelineResult, guideline
 from flexrlhf.guideline.advice.lags import with_larger_lags
 from flexrlhf.guideline.advice.limits import RefusedSettings, SpaceLimits
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
-from flexrlhf.guideline.advice.published import GuidelineResult, GuidelineRule, guideline, usual
+from flexrlhf.guideline.advice.published import usual
 from flexrlhf.guideline.advice.refusal import lag_text, last_resort, nothing_fits, refusal_text
 from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
 from flexrlhf.guideline.advice.waiting import least_waiting, waiting_variants
@@ -112,8 +113,11 @@ class PlacementComparison:
         again = usual(space, min(USUAL_SECONDS, self._next_seconds), GAP)
         return next(each for each in again if each.name.partition(", ")[0] == first.name.partition(", ")[0])
 
-    def guideline(self, plain: Space, shadowed: Space | None) -> tuple[GuidelineRule, ...]:
-        """Add the guideline's placement. Returns its rules. ``shadowed``: the space with shadows, if there is one."""
+    def guideline(self, plain: Space, shadowed: Space | None) -> Mapping[str, str]:
+        """Add the guideline's placement. Returns the rules that it cannot follow, with reasons.
+
+        ``shadowed``: the space with shadows, if there is one.
+        """
         found: list[GuidelineResult] = []
 
         def ruled(limits: SpaceLimits) -> Candidate:
@@ -122,10 +126,10 @@ class PlacementComparison:
             result = found[-1]
             is_other = self.base.must_have_shadows and not result.space.has_shadows
             assignment, reason = (None, NEEDS_SHADOWS) if is_other else (result.assignment, TOO_LARGE)
-            return Candidate("guideline", result.strategy, result.space, assignment, reason)
+            return Candidate("guideline", result.name, result.space, assignment, reason)
 
         self._propose(ruled, plain.limits)
-        return found[-1].rules
+        return found[-1].misses
 
     def _propose(self, make: Callable[[SpaceLimits], Candidate], limits: SpaceLimits) -> bool:
         """Add the placement that ``make`` returns, proposed again within narrower limits where a plan rejects it.
@@ -211,15 +215,14 @@ def advise(
     base = make_space(spec.model_copy(update={"placement": None}), costs, lengths, pending, obstacle, known=known)
     compared = PlacementComparison(base, seconds_limit)
     most = 1 if max_lag is None else max_lag
-    rules = () if nothing_fits(base) else _compare(compared, margin, most)
+    misses = {} if nothing_fits(base) else _compare(compared, margin, most)
     feasible, rejected = ranked(compared.feasible), tuple(compared.rejected)
     if most > 1:
         lagging, short = with_larger_lags(feasible, most)
         feasible, rejected = ranked((*feasible, *lagging)), (*rejected, *short)
     may_lag, own = max_lag is not None, base.spec.schedule.lag if "lag" in base.fixed_schedule else 0
-    advice = Advice(
-        feasible, rejected, rules, compared.searches, 0.0, margin, _without_plan(feasible, rejected), most, may_lag, own
-    )
+    refusal = _without_plan(feasible, rejected)
+    advice = Advice(feasible, rejected, misses, compared.searches, 0.0, margin, refusal, most, may_lag, own)
     if not (advice.comparable or advice.refusal) and (last := last_resort(base)) is not None:
         advice = replace(advice, feasible=ranked((*feasible, last)))
     if not (advice.comparable or advice.refusal) and (other := _on_deepspeed(spec, base.roles.trained)) is not spec:
@@ -278,12 +281,12 @@ def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Spec:
     return spec.with_models(changed)
 
 
-def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> tuple[GuidelineRule, ...]:
-    """Collect the candidates of all methods. Returns the rules of the guideline."""
+def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> Mapping[str, str]:
+    """Collect the candidates of all methods. Returns the rules that the guideline's cannot follow, with reasons."""
     base = compared.base
     plain, spaces = with_schedule(base, base.spec.schedule.num_chunks, 0), list(_spaces(base, max_lag))
     shadowed = [space for _, space in spaces if space.has_shadows]
-    rules = compared.guideline(plain, shadowed[0] if shadowed else None)
+    misses = compared.guideline(plain, shadowed[0] if shadowed else None)
     if not base.must_have_shadows:
         compared.usual(plain)
     others = tuple(compared.proposed)
@@ -299,7 +302,7 @@ def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> tupl
             compared.search(f"{label}, {LEAN}", space.leaner)
     if not base.must_have_shadows:
         _compare_offloaded(compared, plain, others, margin)
-    return rules
+    return misses
 
 
 def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequence[Candidate], margin: float) -> None:

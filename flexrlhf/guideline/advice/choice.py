@@ -9,7 +9,6 @@ from fractions import Fraction
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, Method, RejectedCandidate
-from flexrlhf.guideline.advice.published import GuidelineRule
 from flexrlhf.guideline.advice.waiting import WaitingVariant
 from flexrlhf.guideline.search.result import SearchResult
 
@@ -20,7 +19,7 @@ class Advice:
 
     feasible:  candidates that fit, fastest first.
     rejected:  the other candidates.
-    rules:     rules of the guideline that fired.
+    misses:    rules that the guideline's own placement cannot follow, each with the reason.
     searches:  the spaces that were searched, by their labels.
     seconds:   of all searches.
     margin:    share of the fastest placement's seconds by which another one may be slower and count as equally fast.
@@ -34,7 +33,7 @@ class Advice:
 
     feasible: tuple[FeasibleCandidate, ...]
     rejected: tuple[RejectedCandidate, ...]
-    rules: tuple[GuidelineRule, ...]
+    misses: Mapping[str, str]
     searches: Mapping[str, SearchResult]
     seconds: float
     margin: float
