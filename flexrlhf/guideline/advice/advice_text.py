@@ -24,6 +24,7 @@ from flexrlhf.guideline.advice.space import is_allowed
 from flexrlhf.guideline.advice.waiting import waiting_lines
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.search.result import SearchResult
+from flexrlhf.guideline.simulation.generation_load import load_lines
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.guideline.simulation.usage import Prices, usage_of
@@ -69,6 +70,7 @@ def format_advice(advice: Advice, source: CostSource, max_batch: bool = False, p
         _titled(ranked, _ranking(advice)),
         *[_titled(f"settings of {_name(item)}", _settings(item)) for item in (advice.best, *ruled)],
         _titled("why", _reasons(advice)),
+        _titled("generation of the one to use", load_lines(advice.best.simulation, source.costs)),
         _titled("waiting for environments (seconds a step; chunks alternate)", _waiting(advice)),
         _titled("larger batches (samples/s and memory, as many optimizer steps a step)", _batches(advice)),
         _titled(LARGEST_BATCHES, _largest(advice) if max_batch else ()),

@@ -11,6 +11,7 @@ from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.costs.profiles import Accuracy
 from flexrlhf.guideline.simulation.compare import Comparison, Key, SpanComparison
 from flexrlhf.guideline.simulation.episode_prices import crowding
+from flexrlhf.guideline.simulation.generation_load import load_lines
 from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, TimeShares
 from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction
@@ -65,6 +66,7 @@ def _head(simulation: Simulation, source: CostSource, prices: Prices | None) -> 
         f"wait (the bubble)",
         *_copies(simulation),
         *_environments(simulation, source),
+        *load_lines(simulation, source.costs),
         *longest_text_line(plan),
     ]
     return _titled(title, lines)

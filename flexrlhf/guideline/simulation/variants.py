@@ -28,7 +28,7 @@ from flexrlhf.strategies.instructions import Run
 ROWS = 50_000
 """Rows of all measured steps together, but for the bounds of ``NUM_STEPS``."""
 NUM_STEPS = (24, 96)
-"""Fewest and most measured steps."""
+"""Fewest and most measured steps, where nothing else is given."""
 Side = Literal["inference", "training"]
 
 
@@ -165,12 +165,14 @@ class Variants:
     costs:     times of calls and transfers
     lengths:   response lengths, from which those of every row are sampled
     most_lag:  largest lag, after whose batches the pipeline is full
+    num_steps: fewest and most measured steps
     """
 
     spec: Spec
     costs: CostModel
     lengths: TextLengths
     most_lag: int = 1
+    num_steps: tuple[int, int] = NUM_STEPS
     _rounds: dict[int | None, list[Round]] = field(default_factory=dict)
     _seconds: dict[Hashable, float] = field(default_factory=dict)
 
@@ -193,7 +195,7 @@ class Variants:
 
     def measured(self, plan: Plan) -> range:
         """Return the measured steps."""
-        least, most = NUM_STEPS
+        least, most = self.num_steps
         begin = PERIODS + self.most_lag + plan.batch.segments
         return range(begin, begin + max(least, min(most, ROWS // plan.batch.num_taken)))
 
