@@ -88,8 +88,8 @@ def mean_of_steps(directory: Path, steps: range) -> float | None:
     except (OSError, ValueError, RecursionError):
         return None
     rows = content if isinstance(content, list) else [content]
-    found = [row.get(KEYS[1]) for row in rows if isinstance(row, dict) and row.get("step") in steps]
-    lengths = [float(length) for length in found if length is not None and _is_number(length) and math.isfinite(length)]
+    found = [row[KEYS[1]] for row in rows if isinstance(row, dict) and row.get("step") in steps and KEYS[1] in row]
+    lengths = [float(length) for length in found if _is_number(length) and math.isfinite(length)]
     return sum(lengths) / len(lengths) if lengths else None
 
 
