@@ -35,19 +35,33 @@ def route(column: str, produced: Holdings, available: Holdings, needed: Holdings
 
     Of several producers (cp, tp and pp ranks of one replica produce the same rows) receivers take turns.
     """
-    owners: dict[int, list[int]] = defaultdict(list)
-    for rank, prompts in produced.items():
-        for prompt in prompts:
-            owners[prompt].append(rank)
+    owners = _owners(produced)
     transfers: list[Transfer] = []
     for turn, destination in enumerate(sorted(needed)):
         parts: dict[int, list[int]] = defaultdict(list)
-        for prompt in sorted(needed[destination] - available.get(destination, set())):
+        lacking, have = needed[destination], available.get(destination, set())
+        for prompt in () if lacking <= have else sorted(lacking - have):
             holders = owners[prompt]
             assert holders, f"no rank produced prompt {prompt} of {column}"
             parts[holders[turn % len(holders)]].append(prompt)
         transfers += [Transfer(column, source, destination, tuple(part)) for source, part in sorted(parts.items())]
     return transfers
+
+
+def _owners(produced: Holdings) -> dict[int, list[int]]:
+    """Return the ranks that produced each prompt, in the order of ``produced``."""
+    alike: dict[frozenset[int], list[int]] = defaultdict(list)
+    for rank, prompts in produced.items():
+        alike[frozenset(prompts)].append(rank)
+    owners: dict[int, list[int]] = defaultdict(list)
+    if sum(map(len, alike)) == len(frozenset().union(*alike)):
+        for same, ranks in alike.items():
+            owners.update(dict.fromkeys(same, ranks))
+        return owners
+    for rank, prompts in produced.items():
+        for prompt in prompts:
+            owners[prompt].append(rank)
+    return owners
 
 
 def primitive_of(transfers: Iterable[Transfer], ranks: tuple[int, ...], ends_with_all: bool) -> Primitive:

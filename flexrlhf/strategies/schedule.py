@@ -318,8 +318,12 @@ class Builder:
             return task.called
         return self.shape.mini_batches if task.chunk is None or task.is_attempt else self.shape.chunk(task.chunk)
 
-    def _needs(self, layout: Layout, mini_batches: range, attempt: int | None) -> Holdings:
-        return {rank: set(self._prompts(layout, rank, mini_batches, attempt)) for rank in layout.ranks}
+    def _needs(self, layouts: tuple[Layout, ...], writer: OperatorTask) -> Holdings:
+        needed: Holdings = defaultdict(set)
+        for layout in layouts:
+            for rank in layout.ranks:
+                needed[rank].update(self._prompts(layout, rank, self.mini_batches(writer), writer.attempt))
+        return needed
 
     def _lacks(self, column: str, reader: OperatorTask, writer: OperatorTask) -> bool:
         """Whether a rank of the reader misses prompts of the mini-batches that both work on, of what it reads."""
@@ -344,13 +348,20 @@ class Builder:
 
     def _move(self, columns: list[tuple[str, OperatorTask]], readers: Readers, chunk: int | None) -> Move:
         transfers: list[Transfer] = []
+        layouts = tuple(dict.fromkeys(layout for _, layout in readers))
+        routed: list[tuple[OperatorTask, str, list[Transfer]]] = []
         for column, writer in columns:
-            needed: Holdings = defaultdict(set)
-            for _, layout in readers:
-                needs = self._needs(layout, self.mini_batches(writer), writer.attempt)
-                for rank, prompts in needs.items():
-                    needed[rank] |= prompts
-            transfers += route(column, self.produced[column], self.available[column], needed)
+            # columns of one operator travel alike, unless some ranks have received one before
+            alike = (
+                found
+                for other, first, found in routed
+                if other is writer and all(each[column] == each[first] for each in (self.produced, self.available))
+            )
+            found = next(alike, None)
+            if found is None:
+                found = route(column, self.produced[column], self.available[column], self._needs(layouts, writer))
+                routed.append((writer, column, found))
+            transfers += [Transfer(column, each.source, each.destination, each.prompts) for each in found]
         for transfer in transfers:
             self.available[transfer.column][transfer.destination].update(transfer.prompts)
         ranks = tuple(sorted({rank for t in transfers for rank in (t.source, t.destination)}))
@@ -364,6 +375,33 @@ class Builder:
             transfers=tuple(transfers),
             chunk=chunk,
         )
+
+
+@dataclass(frozen=True)
+class _Emission:
+    """What a builder emits instructions for, equal to any with the same tasks on the same ranks.
+
+    places:  copy of each task's operator, its ranks, and the layout of the rows.
+    """
+
+    tasks: tuple[OperatorTask, ...]
+    shape: BatchShape
+    places: tuple[tuple[ModelName, Layout, Layout], ...]
+    placement: Placement = field(compare=False)
+
+
+def emitted(placement: Placement, shape: BatchShape, tasks: Sequence[OperatorTask]) -> tuple[Instruction, ...]:
+    """Return the runs of ``tasks`` and their moves, from a cache: plans that differ in other settings have the same."""
+    copies = [placement.copy_for(task.operator) for task in tasks]
+    places = tuple(
+        (copy.name, copy.layout, placement.layout_of(task.operator)) for copy, task in zip(copies, tasks, strict=True)
+    )
+    return _emitted(_Emission(tuple(tasks), shape, places, placement))
+
+
+@lru_cache(maxsize=16)
+def _emitted(emission: _Emission) -> tuple[Instruction, ...]:
+    return tuple(Builder(emission.placement, emission.shape).emit([*emission.tasks]))
 
 
 def _taken_before(tick: int, pending: dict[int, list[Move]]) -> list[Move]:
@@ -426,7 +464,7 @@ def evaluation_of(graph: Graph, placement: Placement, batch: BatchShape) -> tupl
     """Return the instructions of one batch of an evaluation, whose rows no protocol splits."""
     own = replace(graph, operators=graph.evaluated, evaluation=())
     placed = replace(placement, layouts={})
-    instructions = Builder(placed, batch).emit(make_tasks(own, placed, batch, graph.evaluated))
+    instructions = emitted(placed, batch, make_tasks(own, placed, batch, graph.evaluated))
     return tuple(each for each in instructions if isinstance(each, Run | Move))
 
 

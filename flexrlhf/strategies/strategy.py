@@ -20,7 +20,7 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import Placement
 from flexrlhf.strategies.instructions import Instruction
 from flexrlhf.strategies.late_operators import is_late
-from flexrlhf.strategies.schedule import Builder, closing, make_tasks, opening
+from flexrlhf.strategies.schedule import Builder, closing, emitted, make_tasks, opening
 from flexrlhf.strategies.syncs import with_refills, with_syncs
 from flexrlhf.text import counted
 
@@ -29,7 +29,7 @@ COLOCATED, INTERLEAVING, DISAGGREGATED = "co-located", "interleaving", "disaggre
 
 def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
     """Return the instructions of one step without a lag, every operator in its tick."""
-    instructions = Builder(placement, shape).emit(make_tasks(graph, placement, shape, graph.operators))
+    instructions = [*emitted(placement, shape, make_tasks(graph, placement, shape, graph.operators))]
     end = closing(graph, placement, shape, spec, lag=0)
     whole = with_syncs(instructions, placement, spec, lag=0, end=end)
     return with_refills([*opening(graph, placement, shape, spec), *whole], placement)
