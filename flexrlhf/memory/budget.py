@@ -40,6 +40,7 @@ from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.reuse import Reuse, bytes_of, obstacle, reuse_on
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import part_elements, position_of
+from flexrlhf.weights.sync_volumes import volumes
 from flexrlhf.weights.transfers import NodeOf
 
 
@@ -213,10 +214,22 @@ class Sizing:
         """Return the phases of ``work`` on ``rank``, without states. Training ends in the optimizer step, its own
         phase.
         """
-        where = position_of(self.placement[work.model], rank) if isinstance(work, Compute) else rank
+        where = self._place(work, rank)
         if (work, where) not in self._phases:
             self._phases[work, where] = self._phases_of(work, rank)
         return self._phases[work, where]
+
+    def _place(self, work: Work, rank: int) -> object:
+        """Return all that the phases of ``work`` on ``rank`` depend on: ranks with equal ones share them."""
+        match work:
+            case Compute():
+                return position_of(self.placement[work.model], rank)
+            case WeightSync():
+                models = source, destination = self.placement[work.source], self.placement[work.destination]
+                shape = self.shapes.get(source.role)
+                crossing = shape and volumes(source, destination, shape, rank, self.node_of, work.overlaps)
+                return crossing, *(position_of(each, rank) if rank in each.layout.places else None for each in models)
+        return rank
 
     @cached_property
     def _states(self) -> dict[object, State | None]:

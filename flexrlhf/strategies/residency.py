@@ -139,6 +139,15 @@ class _Walk:
         """Models that each instruction needs on the device of this rank."""
         return [resident_models(each, self.placed) if self.rank in each.ranks else () for each in self.instructions]
 
+    @property
+    def inputs(self) -> object:
+        """All that the walk depends on, of a rank: others with the same walk alike."""
+        sizing = self.memory.sizing
+        states = tuple(sizing.state(sizing.placement[name], self.rank) for name in self.placed)
+        needs = tuple(self._needed_for(index, frozenset()) if used else None for index, used in enumerate(self.used))
+        named = tuple(self.rank in each.ranks for each in self.instructions)
+        return self.placed, self.capacity, states, needs, named
+
     @cached_property
     def rare(self) -> list[bool]:
         """Whether most steps skip an instruction."""
@@ -252,6 +261,7 @@ def with_residency(
 ) -> tuple[tuple[Instruction, ...], dict[int, tuple[ModelName, ...]]]:
     """Return ``instructions`` with the evictions that every rank needs, and by rank the models that start offloaded."""
     walks: dict[int, _Walk] = {}
+    walked: dict[object, _Walk] = {}
     late = stored_late(instructions)
     alike = first_alike(instructions, memory.sizing.placement, memory.batch, memory.cluster)
     for rank in sorted(set(alike.values())):
@@ -261,8 +271,11 @@ def with_residency(
         if names and (capacity is not None or asleep):
             room = sys.maxsize if capacity is None else capacity
             transient = frozenset(name for name in names if memory.sizing.placement[name].is_transient)
-            walks[rank] = _settled(_Walk(rank, names, instructions, memory, room, asleep, transient))
-            walks[rank].bring_forward(late)
+            walk = _Walk(rank, names, instructions, memory, room, asleep, transient)
+            if (inputs := walk.inputs) not in walked:
+                walked[inputs] = _settled(walk)
+                walk.bring_forward(late)
+            walks[rank] = walked[inputs]
     each = [(rank, walks[first]) for rank, first in alike.items() if first in walks]
     out: list[Instruction] = []
     for index, instruction in enumerate(instructions):
