@@ -322,10 +322,24 @@ def test_expert_parallel_ranks_are_a_choice_of_models_with_experts() -> None:
     assert tried(spec_for(8, "qwen2.5-1.5b"), "actor", "ep") == {1}
 
 
+def test_tensor_parallel_ranks_are_a_choice_of_models_whose_experts_they_share() -> None:
+    """Of 4 key-value heads; the engine does not split experts of the other family."""
+    assert tried(spec_for(8, "qwen3-30b-a3b"), "actor", "tp") == {1, 2, 4}
+    assert tried(spec_for(8, "glm-4.5-air"), "actor", "tp") == {1}
+
+
 def test_an_engine_with_experts_may_have_several_nodes() -> None:
     """Of 4 key-value heads, which more ranks have several times."""
     assert tried(spec_for(32, "qwen3-30b-a3b"), "actor.rollout", "tp", 32) == {1, 2, 4, 8, 16, 32}
     assert tried(spec_for(32, "qwen2.5-7b"), "actor.rollout", "tp", 32) == {1, 2, 4}
+
+
+def test_an_engine_of_a_large_model_may_have_several_nodes_and_stages() -> None:
+    """A stage has some of 126 layers; the trained copy has neither."""
+    for name, tp, pp in (("actor.rollout", {1, 2, 4, 8, 16, 32}, {1, 2}), ("actor", {1, 2, 4, 8}, {1})):
+        assert tried(spec_for(32, "llama-3.1-405b"), name, "tp", 32) == tp
+        assert tried(spec_for(32, "llama-3.1-405b"), name, "pp", 32) == pp
+    assert tried(spec_for(32, "llama-3.1-405b", ("rollout.pp=1",)), "actor.rollout", "pp", 32) == {1}
 
 
 def test_activations_are_offloaded_where_nothing_else_fits() -> None:

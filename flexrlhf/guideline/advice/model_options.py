@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import product
+from math import inf
 from typing import Any, TypeVar
 
 from flexrlhf.config.engines import ALL_KINDS, EngineFacts, facts_of
-from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import ModelSpec, ShadowSpec, Shard
 from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.config.strict_model import StrictModel
@@ -38,14 +38,15 @@ from flexrlhf.placement.rollout import own_adapters, padded_row, rollout_setting
 from flexrlhf.plan.changes import LONG_ROW
 from flexrlhf.plan.model_checks import check_placed_model
 from flexrlhf.plan.plan import own_texts
-from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
 
 T = TypeVar("T")
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 WHOLE_NODES = (16, 32, 64)
-"""Tensor-parallel ranks on several nodes that are tried for rollout engines of models with experts."""
+"""Tensor-parallel ranks on several nodes that are tried for rollout engines, of models with experts or large ones."""
+LARGE = 0.25
+"""Share of a node's memory that the weights of a model take, from which it is a large one."""
 CONTEXT_PARALLEL = (1, 2, 4, 8)
 EXPERT_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 STAGES = (1, 2, 4, 8, 16)
@@ -147,7 +148,7 @@ class OptionEnumerator:
             each.spec.model_copy(update={"cluster": each.spec.cluster.model_copy(update={"nodes": ()})})
             for each in (self, other)
         )
-        own, theirs = ((each.shapes, each.batch, each.costs, each.maker) for each in (self, other))
+        own, theirs = ((each.shapes, each.batch, each.costs, each.maker, each._most_memory) for each in (self, other))
         return own == theirs and whole == others
 
     def sketch(self, sketch: Sketch) -> Sketch:
@@ -171,7 +172,8 @@ class OptionEnumerator:
     def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
         """Option of a model with ``settings``, taken from an option with other calls."""
         layout = _layout(mesh.size, settings.tp, settings.pp, settings.cp, settings.ep)
-        rollout = self.spec.rollout.model_copy(update={"tp": settings.tp}) if model.is_rollout else None
+        degrees = {"tp": settings.tp, "pp": settings.pp}
+        rollout = self.spec.rollout.model_copy(update=degrees) if model.is_rollout else None
         return self._option(model, mesh, self._figures_of(model, mesh, _on(model, mesh, layout, settings, rollout)))
 
     def _figures(self, model: SearchModel, mesh: UniformMesh) -> tuple[_Figures, ...]:
@@ -198,13 +200,28 @@ class OptionEnumerator:
             if each.layout.dp > most:
                 continue
             if each.rollout is not None:
-                for settings in self._rollouts(self._base(model, mesh), each.layout, each.rollout):
-                    yield replace(each, settings=settings)
+                rollouts = self._rollouts(self._base(model, mesh), each.layout, each.rollout)
+                caches = [replace(each, settings=settings) for settings in rollouts]
+                yield from (cache for cache in caches if cache is caches[0] or self._may_fit(cache, mesh))
                 continue
             for change in self._offloads(model):
                 changed = _with(each, change)
                 if self._is_allowed(model, mesh, changed):
-                    yield from self._with_batch_sizes(model, mesh, changed)
+                    sized = self._with_batch_sizes if self._may_fit(changed, mesh) else self._leanest
+                    yield from sized(model, mesh, changed)
+
+    def _may_fit(self, placed: PlacedModel, mesh: UniformMesh) -> bool:
+        """Whether the state of a model fits the largest device."""
+        return self._state(placed, self._state_key(placed, mesh)).resting <= self._most_memory
+
+    def _leanest(self, model: SearchModel, mesh: UniformMesh, plain: PlacedModel) -> Iterator[PlacedModel]:
+        """``plain``, which fits no device, with the settings of passes and decoding that need least memory."""
+        changes = [
+            change for change in self._passes(model, plain) if self._is_allowed(model, mesh, _with(plain, change))
+        ]
+        least = min((tokens for change in changes if (tokens := change.get("micro_batch_tokens"))), default=None)
+        leanest = max((each for each in changes if each.get("micro_batch_tokens") == least), key=len, default={})
+        yield _with(plain, {**leanest, **self._decodes(model, plain)[0]})
 
     def _base(self, model: SearchModel, mesh: UniformMesh) -> ModelSpec:
         """Return the settings of the model's role on the devices of ``mesh``."""
@@ -241,9 +258,9 @@ class OptionEnumerator:
         """(tp, pp, cp, ep) that are tried, of those that divide the devices of the mesh: ``_is_allowed`` refuses what
         does not go with the model."""
         for tp in self._tensor_parallel(model, mesh, base):
-            for pp in self._pipelines(model, base):
+            for pp in self._pipelines(model, mesh, base):
                 for cp in self._parts_of_rows(model, base, tp):
-                    for ep in self._parts_of_experts(model, base):
+                    for ep in self._parts_of_experts(model, mesh, base, tp):
                         if mesh.size % (tp * pp * cp) == 0 and mesh.size // (tp * pp) % ep == 0:
                             yield tp, pp, cp, ep
 
@@ -295,12 +312,18 @@ class OptionEnumerator:
             return False
         return True
 
-    def _parts_of_experts(self, model: SearchModel, base: ModelSpec) -> tuple[int, ...]:
-        """Numbers of expert-parallel ranks that are tried; the one in the YAML alone, if there is one."""
+    def _parts_of_experts(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, tp: int) -> tuple[int, ...]:
+        """Numbers of expert-parallel ranks that are tried; the one in the YAML alone, if there is one. Tensor-parallel
+        ranks share experts, too: next to several, those alone are tried that fill a node, of a large model."""
         sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "ep")
+        if in_yaml is not None:
+            return (in_yaml,)
         has_experts = sizes is not None and sizes.experts is not None
-        is_open = has_experts and not model.is_rollout and self._facts(model, base).ep
-        return (in_yaml,) if in_yaml is not None else EXPERT_PARALLEL if is_open else (1,)
+        if not has_experts or model.is_rollout or not self._facts(model, base).ep:
+            return (1,)
+        if tp == 1:
+            return EXPERT_PARALLEL
+        return tuple(sorted({1, mesh.per_node // tp})) if self._fills_node(model, mesh, base) else (1,)
 
     def _parts_of_rows(self, model: SearchModel, base: ModelSpec, tp: int) -> tuple[int, ...]:
         """Numbers of context-parallel ranks that are tried; the one in the YAML alone, if there is one, and several
@@ -329,13 +352,13 @@ class OptionEnumerator:
         engine = self.spec.rollout.engine if model.is_rollout else (base.of_shadow if model.is_shadow else base).engine
         return facts_of(engine)
 
-    def _pipelines(self, model: SearchModel, base: ModelSpec) -> tuple[int, ...]:
-        """Numbers of pipeline stages that are tried; the one in the YAML alone, if there is one, and of a rollout
-        engine, whose stages decode in turn."""
-        if model.is_rollout:
-            return (self.spec.rollout.pp,)
+    def _pipelines(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> tuple[int, ...]:
+        """Numbers of pipeline stages that are tried; the one in the YAML alone, if there is one. Stages of a rollout
+        engine decode in turn, so it has several only where its weights take much of a node's memory."""
         in_yaml = self._in_yaml(model, base, "pp")
-        return (in_yaml,) if in_yaml is not None else STAGES if self._facts(model, base).pp else (1,)
+        if in_yaml is not None or not self._facts(model, base).pp:
+            return (in_yaml or 1,)
+        return STAGES if not model.is_rollout or self._fills_node(model, mesh, base) else (1,)
 
     def _tensor_parallel(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> tuple[int, ...]:
         """Sizes of tensor-parallel groups that are tried, in a node or on whole ones; the one in the YAML alone, if
@@ -347,10 +370,17 @@ class OptionEnumerator:
         if in_yaml is not None:
             return (in_yaml,)
         is_adapted = base.lora is not None and not model.is_rollout
-        is_open = self._facts(model, base).searches_tp and (model.is_rollout or _is_dense(sizes))
-        tried = tuple(tp for tp in TENSOR_PARALLEL if tp <= mesh.per_node) if is_open and not is_adapted else (1,)
+        is_open = self._facts(model, base).searches_tp and not is_adapted
+        tried = tuple(tp for tp in TENSOR_PARALLEL if tp <= mesh.per_node) if is_open else (1,)
         has_experts = sizes is not None and sizes.experts is not None
-        return tried + WHOLE_NODES if model.is_rollout and has_experts else tried
+        crosses = model.is_rollout and (has_experts or self._fills_node(model, mesh, base))
+        return tried + WHOLE_NODES if crosses else tried
+
+    def _fills_node(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> bool:
+        """Whether the weights of a model take ``LARGE`` of the memory of a node's devices."""
+        item = DTYPE_BYTES[(self.spec.rollout.dtype if model.is_rollout else None) or base.dtype]
+        room = mesh.per_node * mesh.device.usable_bytes
+        return self.shapes[model.role].num_parameters * item >= LARGE * room
 
     def _stages(self, model: SearchModel, base: ModelSpec) -> tuple[int, ...]:
         """ZeRO stages that are tried; of a copy that is not trained those alone that differ for it."""
@@ -620,8 +650,18 @@ class OptionEnumerator:
         return Sizing(placement, shapes, lengths, self.spec.sync, own, on_gpus=on_gpus, save=self.spec.save)
 
     @cached_property
+    def _cluster(self) -> Cluster:
+        return make_cluster(self.spec.cluster)
+
+    @property
     def _on_gpus(self) -> bool:
-        return make_cluster(self.spec.cluster).has_known_classes
+        return self._cluster.has_known_classes
+
+    @cached_property
+    def _most_memory(self) -> float:
+        """Bytes of the largest device; without limit if one has no known size."""
+        sizes = [self._cluster.memory_bytes(self._cluster.ranks_on(name)[0]) for name in self._cluster.classes]
+        return inf if None in sizes else float(max(size or 0 for size in sizes))
 
     @cached_property
     def _lengths(self) -> SequenceLengths:
@@ -662,10 +702,6 @@ def _layout(size: int, tp: int, pp: int, cp: int, ep: int) -> Layout:
 def _cluster(size: int, per_node: int, device_class: str) -> Cluster:
     """Cluster of ``size`` devices of one class."""
     return Cluster(tuple(Device(rank, rank // per_node, device_class) for rank in range(size)))
-
-
-def _is_dense(sizes: Sizes | None) -> bool:
-    return sizes is not None and sizes.family in LLAMA_LIKE
 
 
 def _relevant_settings(kind: OperatorKind, settings: ModelSpec) -> tuple[object, ...]:

@@ -245,7 +245,8 @@ class OperatorSpace(Space):
         assert isinstance(settings, ModelSpec) and model is not None, "options of a Space have settings"
         ranks, is_kept = tuple(range(choice.start, choice.start + choice.size)), self.sketch.is_kept(choice.part)
         if self.sketch.is_of_rollout(choice.part):
-            return OperatorPlacement(ranks=ranks, tp=settings.tp, shadow=is_kept)
+            pp = None if settings.pp == self.spec.rollout.pp else settings.pp
+            return OperatorPlacement(ranks=ranks, tp=settings.tp, pp=pp, shadow=is_kept)
         return OperatorPlacement(
             ranks=ranks,
             engine=None if settings.engine == model.engine else settings.engine,

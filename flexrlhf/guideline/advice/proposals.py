@@ -35,7 +35,8 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
         settings = choice.option.settings
         assert isinstance(settings, ModelSpec), "options of a Space have settings"
         if name.is_rollout:
-            rollout = rollout.model_copy(update={"tp": settings.tp, "kv_tokens": settings.generate_tokens})
+            chosen = {"tp": settings.tp, "pp": settings.pp, "kv_tokens": settings.generate_tokens}
+            rollout = rollout.model_copy(update=chosen)
         elif name.is_shadow:
             shadows[name.role] = _shadow_of(settings, space.spec.models.of(name.role))
         else:
