@@ -16,11 +16,11 @@ from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
-from flexrlhf.guideline.advice.choice import Advice, ratios_of, tied
+from flexrlhf.guideline.advice.choice import Advice, is_full, ratios_of, tied
 from flexrlhf.guideline.advice.guideline_rules import FLEXRLHF, RuleVerdict, judged
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
-from flexrlhf.guideline.advice.space import is_allowed
+from flexrlhf.guideline.advice.space import USABLE, is_allowed
 from flexrlhf.guideline.advice.waiting import waiting_lines
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.search.result import SearchResult
@@ -122,7 +122,8 @@ def _titled(title: str, lines: Iterable[str]) -> str:
 
 def _rejected(advice: Advice) -> Iterator[str]:
     for item in advice.rejected:
-        yield f"{item.candidate.method:<10}{item.candidate.name}: {item.reason}"
+        then = "; proposed again without this" if item.is_again else ""
+        yield f"{item.candidate.method:<10}{item.candidate.name}: {item.reason}{then}"
 
 
 def _name(item: FeasibleCandidate) -> str:
@@ -230,6 +231,8 @@ def _reasons(advice: Advice) -> Iterator[str]:
         taken, longest = seconds[label, chunk], max(calls[label, chunk], key=lambda cost: cost.seconds)
         yield f"{label}: {taken:.2f} s ({taken / best.seconds:.0%} of a step), most of it {longest.largest}"
     yield f"devices run {best.simulation.utilisation:.0%} of the time"
+    if is_full(best):
+        yield f"memory is filled to {best.share:.0%}: no placement was found that fits into {USABLE:.0%}"
     if 0 < best.share < FULL_SHARE:
         yield f"memory is filled to {best.share:.0%}: fewer devices would reach about the same throughput per device"
     if advice.max_lag > 1 and len(set(best.candidate.space.lengths.responses)) == 1:

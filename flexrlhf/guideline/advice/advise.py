@@ -27,18 +27,20 @@ from flexrlhf.guideline.advice.candidates import (
     offloaded_spaces,
     ranked,
 )
-from flexrlhf.guideline.advice.choice import Advice
+from flexrlhf.guideline.advice.choice import Advice, is_full
 from flexrlhf.guideline.advice.guideline_plan import GuidelineResult, guideline
 from flexrlhf.guideline.advice.lags import with_larger_lags
 from flexrlhf.guideline.advice.limits import RefusedSettings, SpaceLimits
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
 from flexrlhf.guideline.advice.published import usual
+from flexrlhf.guideline.advice.refinement import refined
 from flexrlhf.guideline.advice.refusal import lag_text, last_resort, nothing_fits, refusal_text
 from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
 from flexrlhf.guideline.advice.waiting import least_waiting, waiting_variants
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
+from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
@@ -52,6 +54,8 @@ SECONDS = 15.0
 """Work of all searches together, in seconds of an ordinary core, where nothing else is set."""
 LEAST_SHARE = 1 / 15
 """Share of them that a search may take after others have taken all."""
+FULL = "memory full"
+"""End of the labels of searches whose plans may fill all memory."""
 LEAN = "activations offloaded"
 """End of the labels of searches with ``tiled_mlp`` and ``offload_activations``."""
 USUAL_SECONDS = 4.0
@@ -134,23 +138,33 @@ class PlacementComparison:
     def _propose(self, make: Callable[[SpaceLimits], Candidate], limits: SpaceLimits) -> bool:
         """Add the placement that ``make`` returns, proposed again within narrower limits where a plan rejects it.
 
+        So is one whose plan takes more than the space's share of memory; it is used if no other is found.
         Returns whether there is one that fits.
         """
+        full: FeasibleCandidate | None = None
         for _ in range(PROPOSALS):
             # a rule holds for all methods
             limits = replace(limits, refused=self._refused)
             candidate = _with_strategy(make(limits), self.base)
             checked = self._check(candidate)
             if isinstance(checked, FeasibleCandidate):
-                self.proposed.append(candidate)
-                self.feasible.append(checked)
-                return True
-            self._reject(checked)
-            if candidate.assignment is None:
-                break
+                if checked.excess <= 1 + ROUNDING:
+                    return self._accept(checked)
+                full = full or checked
+            else:
+                is_last = candidate.assignment is None
+                self._reject(checked if is_last else replace(checked, is_again=True))
+                if is_last:
+                    break
             limits = checked.limits
             self._refused = limits.refused
-        return False
+        return full is not None and self._accept(full)
+
+    def _accept(self, item: FeasibleCandidate) -> bool:
+        """Store a candidate that fits. Returns True."""
+        self.proposed.append(item.candidate)
+        self.feasible.append(item)
+        return True
 
     def _reject(self, item: RejectedCandidate) -> None:
         """Store a rejected candidate, once for each reason."""
@@ -220,7 +234,7 @@ def advise(
     if most > 1:
         lagging, short = with_larger_lags(feasible, most)
         feasible, rejected = ranked((*feasible, *lagging)), (*rejected, *short)
-    may_lag, own = max_lag is not None, base.spec.schedule.lag if "lag" in base.fixed_schedule else 0
+    may_lag, own = max_lag is not None, _own_lag(base)
     refusal = _without_plan(feasible, rejected)
     advice = Advice(feasible, rejected, misses, compared.searches, 0.0, margin, refusal, most, may_lag, own)
     if not (advice.comparable or advice.refusal) and (last := last_resort(base)) is not None:
@@ -302,7 +316,21 @@ def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> Mapp
             compared.search(f"{label}, {LEAN}", space.leaner)
     if not base.must_have_shadows:
         _compare_offloaded(compared, plain, others, margin)
+    if all(is_full(item) or item.lag > _own_lag(base) for item in compared.feasible):
+        for label, space in _full_spaces(base):
+            compared.search(f"{label}, {FULL}", space, _seeds(compared.proposed, space))
     return misses
+
+
+def _full_spaces(base: Space) -> Iterator[tuple[str, Space]]:
+    """Yield (label, space) of the searches without a lag of their own, whose plans may fill all memory."""
+    for label, space in _spaces(base, 0):
+        full = replace(space, usable=1.0)
+        yield label, full
+        if full.leaner is not None:
+            yield f"{label}, {LEAN}", full.leaner
+        if not space.has_shadows:
+            yield from offloaded_spaces(full, offload_sets(full))
 
 
 def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequence[Candidate], margin: float) -> None:
@@ -319,11 +347,17 @@ def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequ
         compared.search(label, offloaded, _seeds(others, offloaded))
 
 
+def _own_lag(base: Space) -> int:
+    """Return the lag that the YAML sets."""
+    return base.spec.schedule.lag if "lag" in base.fixed_schedule else 0
+
+
 def _seeds(candidates: Sequence[Candidate], space: Space) -> list[Assignment]:
     """Return the assignments of candidates that are placements of ``space`` in any number of chunks."""
     kind, problem = (space.has_shadows, space.offloaded), space.problem
     alike = (each for each in candidates if (each.space.has_shadows, each.space.offloaded) == kind)
-    seeds = [in_problem(problem, each.assignment) for each in alike if each.assignment is not None]
+    known = (each.searched or each.assignment for each in alike)
+    seeds = [in_problem(problem, each) for each in known if each is not None]
     return [each for each in seeds if each is not None]
 
 
@@ -360,7 +394,7 @@ def _by_search(space: Space, label: str, result: SearchResult) -> Candidate:
         *(item.assignment for item in result.best[1:CHUNKED]),
     ]
     _, chunked, assignment = fastest_chunking(space, best)
-    return Candidate("search", label, chunked, assignment)
+    return Candidate("search", label, chunked, refined(chunked, assignment), searched=assignment)
 
 
 def _with_strategy(candidate: Candidate, base: Space) -> Candidate:

@@ -39,6 +39,7 @@ class Candidate:
     space:       the space that it is a placement of.
     assignment:  its meshes and settings; None where nothing is possible.
     reason:      why nothing is possible.
+    searched:    the assignment with settings of the search, if others were then chosen.
     """
 
     method: Method
@@ -46,6 +47,7 @@ class Candidate:
     space: Space
     assignment: Assignment | None
     reason: str = ""
+    searched: Assignment | None = None
 
     @cached_property
     def spec(self) -> Spec:
@@ -78,6 +80,16 @@ class FeasibleCandidate:
     share: float
 
     @property
+    def excess(self) -> float:
+        """Memory that its plan takes over the most that plans of its space may take."""
+        return self.share / self.candidate.space.usable
+
+    @property
+    def limits(self) -> SpaceLimits:
+        """Limits of its space within which plans take less memory."""
+        return _with_less_memory(self.candidate.space, self.excess, self.plan.most_communicators)
+
+    @property
     def plan(self) -> Plan:
         return self.simulation.plan
 
@@ -98,23 +110,33 @@ class RejectedCandidate:
     reason:         why.
     share:          share of a device's memory that its plan needs; 0 without one.
     communicators:  of the rank of its plan that has most.
+    is_again:       whether another one was then proposed, without what was rejected.
     """
 
     candidate: Candidate
     reason: str
     share: float = 0.0
     communicators: int = 0
+    is_again: bool = False
 
     @property
     def limits(self) -> SpaceLimits:
-        """SpaceLimits of its space within which it is not found again."""
+        """Limits of its space within which it is not found again."""
         space, assignment = self.candidate.space, self.candidate.assignment
         assert assignment is not None, "nothing is left to reject"
         if not self.share:
             return space.limits.without(assignment, self.reason)
-        if self.communicators > space.communicators:
-            return replace(space.limits, communicators=self.communicators)
-        return space.limits.below(self.share)
+        return _with_less_memory(space, self.share, self.communicators)
+
+
+def _with_less_memory(space: Space, needed: float, communicators: int) -> SpaceLimits:
+    """Return the limits of ``space`` after a plan needs ``needed`` of the memory that it may take.
+
+    ``communicators``: of the plan; if they are more than was assumed, they are why.
+    """
+    if communicators > space.communicators:
+        return replace(space.limits, communicators=communicators)
+    return space.limits.below(needed)
 
 
 def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:

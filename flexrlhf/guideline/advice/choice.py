@@ -9,7 +9,9 @@ from fractions import Fraction
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, Method, RejectedCandidate
+from flexrlhf.guideline.advice.space import USABLE
 from flexrlhf.guideline.advice.waiting import WaitingVariant
+from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.result import SearchResult
 
 
@@ -47,8 +49,9 @@ class Advice:
     @property
     def comparable(self) -> tuple[FeasibleCandidate, ...]:
         """The candidates to choose from: unless a lag is allowed, those with no larger one than the YAML's, since a lag
-        trains on other batches."""
-        return tuple(item for item in self.feasible if self.may_lag or item.lag <= self.own_lag)
+        trains on other batches; of these the ones that leave memory unused, if there are any."""
+        allowed = tuple(item for item in self.feasible if self.may_lag or item.lag <= self.own_lag)
+        return tuple(item for item in allowed if not is_full(item)) or allowed
 
     @property
     def best(self) -> FeasibleCandidate:
@@ -83,6 +86,11 @@ class Advice:
         lagging = [item for item in self.feasible if item.lag > self.best.lag]
         fastest = min(lagging, key=lambda item: item.seconds, default=None)
         return fastest if fastest and (1 + self.margin) * fastest.seconds < self.best.seconds else None
+
+
+def is_full(item: FeasibleCandidate) -> bool:
+    """Whether a placement takes more memory than a recommended one may."""
+    return item.share > USABLE * (1 + ROUNDING)
 
 
 def complexity(candidate: Candidate) -> tuple[int, ...]:

@@ -53,6 +53,8 @@ STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
 PASS_TOKENS = (0, 4096, 8192, 32768)
 """Padded tokens of a micro-batch that are tried; at least one text's."""
+STEP = 1.25
+"""Factor from one number of rows to the next, where sizes between those that are tried are looked at."""
 LEAST_FREED = 0.02
 """Share of a device's memory that the inputs of a model's layers take, for one row, where they are tried in host memory
 and MLPs in tiles."""
@@ -171,10 +173,39 @@ class OptionEnumerator:
 
     def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
         """Option of a model with ``settings``, taken from an option with other calls."""
-        layout = _layout(mesh.size, settings.tp, settings.pp, settings.cp, settings.ep)
+        layout = _layout_of(mesh, settings)
         degrees = {"tp": settings.tp, "pp": settings.pp}
         rollout = self.spec.rollout.model_copy(update=degrees) if model.is_rollout else None
         return self._option(model, mesh, self._figures_of(model, mesh, _on(model, mesh, layout, settings, rollout)))
+
+    def between(self, model: SearchModel, mesh: UniformMesh, chosen: ModelSpec) -> Iterator[ModelSpec]:
+        """Yield settings of a model between those of its options: with any number of rows in a pass or in a cache.
+
+        ``chosen``: of an option, or as returned here.
+        """
+        if model.is_rollout:
+            if self.spec.rollout.kv_tokens is None:
+                yield from self._caches(model, mesh)
+            return
+        layout, fixed, texts = _layout_of(mesh, chosen), self._fixed(model), self.spec.data
+        row = texts.max_prompt_tokens + texts.max_response_tokens
+        rows = _spread(max(self._row_counts(layout, (1,))))
+        passes = [row * number for number in rows] if "micro_batch_tokens" not in fixed else [chosen.micro_batch_tokens]
+        recomputes = {chosen.activation_checkpointing}
+        if model.trained and "activation_checkpointing" not in fixed and not chosen.offload_activations:
+            recomputes = {False, True}
+        for tokens, recompute in product(passes, sorted(recomputes)):
+            yield chosen.model_copy(update={"micro_batch_tokens": tokens, "activation_checkpointing": recompute})
+        if self._decodes(model, _on(model, mesh, layout, chosen)) != [{}]:
+            yield from (chosen.model_copy(update={"generate_tokens": row * number}) for number in rows)
+
+    def _caches(self, model: SearchModel, mesh: UniformMesh) -> Iterator[ModelSpec]:
+        """Yield the settings of a rollout engine with room for any number of rows, in each of its splits."""
+        figures = self._figures(replace(model, switches=(), is_apart=False), mesh)
+        splits = {(each.placed.settings.tp, each.placed.settings.pp): each.placed.settings for each in figures}
+        for settings in splits.values():
+            row, most = padded_row(self.spec), max(self._row_counts(_layout_of(mesh, settings), (1,)))
+            yield from (settings.model_copy(update={"generate_tokens": row * number}) for number in _spread(most))
 
     def _figures(self, model: SearchModel, mesh: UniformMesh) -> tuple[_Figures, ...]:
         """Return the figures of the model with each of its settings."""
@@ -702,6 +733,18 @@ def _layout(size: int, tp: int, pp: int, cp: int, ep: int) -> Layout:
 def _cluster(size: int, per_node: int, device_class: str) -> Cluster:
     """Cluster of ``size`` devices of one class."""
     return Cluster(tuple(Device(rank, rank // per_node, device_class) for rank in range(size)))
+
+
+def _layout_of(mesh: UniformMesh, settings: ModelSpec) -> Layout:
+    return _layout(mesh.size, settings.tp, settings.pp, settings.cp, settings.ep)
+
+
+def _spread(most: int) -> list[int]:
+    """Return numbers up to ``most``, each at most ``STEP`` times the one before."""
+    found = [1]
+    while found[-1] < most:
+        found.append(min(most, max(found[-1] + 1, int(STEP * found[-1]))))
+    return found
 
 
 def _relevant_settings(kind: OperatorKind, settings: ModelSpec) -> tuple[object, ...]:

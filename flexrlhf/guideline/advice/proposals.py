@@ -213,6 +213,11 @@ def _choices(problem: SearchProblem, model: SearchModel, ranks: Sequence[int], a
     return found
 
 
+def fits_memory(problem: SearchProblem, chosen: Sequence[Choice]) -> bool:
+    """Whether every device has enough memory."""
+    return _fullest(problem, chosen) is None
+
+
 def _fullest(problem: SearchProblem, chosen: Sequence[Choice]) -> int | None:
     """Device that lacks most memory; None if all have enough."""
     starts = sorted({choice.start for choice in chosen})

@@ -58,8 +58,9 @@ FORBIDDEN = 1e9
 """Seconds of a forbidden transfer; with a lag they may be spread over some steps."""
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks that are tried."""
-USABLE = 0.98
-"""Share of a device's usable memory that the result of a search may take, whose bytes a plan counts more exactly."""
+USABLE = 0.95
+"""Share of a plan's memory that a recommended placement takes at most, unless nothing else fits: up to there larger
+micro-batches pay (FlexRLHF, guideline)."""
 GAP = 0.01
 """Share of its time by which the result of a search may miss the fastest plan."""
 
@@ -213,6 +214,14 @@ class Space:
         mesh = self._mesh(shape)
         found = self.enumerator.option(model, mesh, settings)
         return self._with_further_bytes(model, found, self._bytes_of_source(model, mesh))
+
+    def options_between(self, model: SearchModel, start: int, size: int, chosen: ModelSpec) -> tuple[Option, ...]:
+        """Return the options of a model on a mesh of one class, and others between them. ``chosen``: settings of it
+        there."""
+        shape = self.problem.shape_of(start, size)
+        between = [*self.enumerator.between(model, self._mesh(shape), chosen)]
+        found = tuple(self.option(model, shape, settings) for settings in between)
+        return self.allowed(model.name, (*self._options(model, shape), *found))
 
     def _with_further_bytes(self, model: SearchModel, option: Option, of_source: float) -> Option:
         """Return ``option`` with the bytes ``of_source`` and of the rows of earlier steps that its model reads and
