@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -38,7 +40,7 @@ NEWER = {"count": 1, "devices": 8, "class": "A100-80G"}
 OLDER = {"count": 2, "devices": 4, "class": "V100-32G", "network_gb_s": 12.5}
 
 
-def spec_of(model: str, nodes: object, *overrides: str, **changes: object) -> Spec:
+def spec_of(model: str, nodes: int | Sequence[Mapping[str, Any]], *overrides: str, **changes: Any) -> Spec:
     cluster = nodes_of_eight(nodes, "A100-80G") if isinstance(nodes, int) else tuple(nodes)
     request = AdviceRequest(dict.fromkeys(PPO, model), cluster, 256, 256, 512, mini_batches=8)
     return replace(request, **changes).spec(overrides)

@@ -29,6 +29,8 @@ from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.guideline.simulation.usage import Prices, usage_of
 from flexrlhf.guideline.simulation.usage_text import usage_lines
+from flexrlhf.memory.states import kv_cache_bytes
+from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.hub_names import with_names
 from flexrlhf.plan.models import without_device_sizes
@@ -61,14 +63,10 @@ def format_advice(advice: Advice, source: CostSource, max_batch: bool = False, p
     max_batch:  whether to try the largest batch of placements.
     prices:     of devices; None: no money is printed.
     """
-    tie = f"; `=`: as fast as the fastest within {advice.margin:.0%}" if len(_equal(advice)) > 1 else ""
-    taken = "the one to use" if advice.take is None else f"the one to use, by --take {advice.take}"
-    ranked = f"ranked (simulated seconds and memory; `>`: {taken}{tie}; `*`: by ranks, below)"
-    ruled = (a for a in advice.feasible if a.candidate.method == "guideline" and a is not advice.best)
     sections = [
         "\n".join([_head(advice, source), *usage_lines(usage_of(advice.best.simulation, prices))]),
-        _titled(ranked, _ranking(advice)),
-        *[_titled(f"settings of {_name(item)}", _settings(item)) for item in (advice.best, *ruled)],
+        _titled("ranked by the simulated time of a step", [*_ranking(advice), *_legend(advice)]),
+        _titled(f"settings of {_name(advice.best)}", _settings(advice.best)),
         _titled("why", _reasons(advice)),
         _titled("generation of the one to use", load_lines(advice.best.simulation, source.costs)),
         _titled("waiting for environments (seconds a step; chunks alternate)", _waiting(advice)),
@@ -121,9 +119,10 @@ def _titled(title: str, lines: Iterable[str]) -> str:
 
 
 def _rejected(advice: Advice) -> Iterator[str]:
+    """Yield the last rejection of each placement: what was proposed again is listed as it is then."""
     for item in advice.rejected:
-        then = "; proposed again without this" if item.is_again else ""
-        yield f"{item.candidate.method:<10}{item.candidate.name}: {item.reason}{then}"
+        if not item.is_again:
+            yield f"{item.candidate.method:<10}{item.candidate.name}: {item.reason}"
 
 
 def _name(item: FeasibleCandidate) -> str:
@@ -147,6 +146,19 @@ def _ranking(advice: Advice) -> list[str]:
     return table(rows, "<<<<<>>>>")
 
 
+def _legend(advice: Advice) -> Iterator[str]:
+    """Yield what the marks and columns of the ranking mean."""
+    taken = "the one to use" if advice.take is None else f"the one to use, by --take {advice.take}"
+    tie = f"; = as fast as the fastest within {advice.margin:.0%}" if len(_equal(advice)) > 1 else ""
+    star = any(isinstance(item.candidate.spec.placement, PlacementMap) for item in advice.feasible)
+    yield f"marks: > {taken}{tie}{'; * ranks that no vector gives' * star}"
+    names = ", ".join(advice.best.candidate.space.roles.all)
+    shadows = ", ".join(advice.best.candidate.space.roles.shadows)
+    first = f" (with copies, {shadows} come first)" if shadows else ""
+    yield f"vector: shares of the devices of {names}{first}"
+    yield "memory: bytes of the fullest device, and their share of what a plan can fill there"
+
+
 def placement_text(item: FeasibleCandidate) -> str:
     """Ratio vector as on the command line; with a star where no vector gives the same ranks (see the settings)."""
     star = "*" if isinstance(item.candidate.spec.placement, PlacementMap) else ""
@@ -166,7 +178,9 @@ def _settings(item: FeasibleCandidate) -> list[str]:
     rows = [head, *(_settings_of(model, item, degrees[:-1]) for model in models)]
     schedule = item.plan.spec.schedule
     last = f"chunks {schedule.num_chunks}, lag {schedule.lag}"
-    return [*table(rows, f"<<{'>' * len(degrees)}>><"), last, *_engines(item), *_in_host_memory(item)]
+    legend = ["zero in each node: a node's devices have all shards"] if any(map(is_sharded_in_nodes, models)) else []
+    lines = table(rows, f"<<{'>' * len(degrees)}>><")
+    return [*lines, *legend, last, *_engines(item), *_in_host_memory(item)]
 
 
 def _further_degrees(models: Sequence[PlacedModel]) -> list[str]:
@@ -175,11 +189,18 @@ def _further_degrees(models: Sequence[PlacedModel]) -> list[str]:
 
 
 def _engines(item: FeasibleCandidate) -> Iterator[str]:
-    """Yield lines on engines that are not the default."""
+    """Yield lines on the engines of models, and on the one that generates with its degrees and its cache."""
     models = [model for model in item.plan.placement.models if model.rollout is None]
     for engine in dict.fromkeys(model.engine for model in models):
-        if engine != ModelSpec().engine:
-            yield f"engine {engine}: {', '.join(model.name for model in models if model.engine == engine)}"
+        yield f"engine {engine}: {', '.join(model.name for model in models if model.engine == engine)}"
+    for model in item.plan.placement.models:
+        if _generates(model, item):
+            name = model.engine if model.rollout is None else model.rollout.engine
+            layout, tokens = model.layout, model.settings.generate_tokens
+            degrees = f"tp {layout.tp}{f', pp {layout.pp}' if layout.pp > 1 else ''}"
+            size = bytes_text(kv_cache_bytes(model, item.plan.shapes[model.role])) if model.has_cache else ""
+            room = f"a cache of {tokens} tokens ({size} on each device)" if size else f"{tokens} tokens at a time"
+            yield f"generated by {name}: {model.name}, {degrees}, {room}"
 
 
 def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
@@ -237,11 +258,6 @@ def _reasons(advice: Advice) -> Iterator[str]:
         yield f"memory is filled to {best.share:.0%}: fewer devices would reach about the same throughput per device"
     if advice.max_lag > 1 and len(set(best.candidate.space.lengths.responses)) == 1:
         yield "a lag above 1 gains where steps vary: responses of one length have no need of it (--lengths: others)"
-    others = sorted((item for item in advice.feasible if item is not best), key=lambda item: item.seconds)
-    for method in dict.fromkeys(item.candidate.method for item in others):
-        other = next(item for item in others if item.candidate.method == method)
-        slower = other.seconds / best.seconds - 1
-        yield f"{slower:+.0%} seconds for the best other {method} placement ({other.candidate.name})"
 
 
 def _waiting(advice: Advice) -> Iterator[str]:
@@ -348,7 +364,7 @@ def _rules(advice: Advice) -> Iterator[str]:
     for verdict, first in zip(own, other, strict=True):
         is_comment = verdict.rule.source != FLEXRLHF
         if verdict.state == "not applicable" and (is_comment or first.state == verdict.state):
-            idle.append(verdict.rule.name)
+            idle += [] if is_comment else [verdict.rule.name]
             continue
         title = f"{verdict.rule.name} ({verdict.rule.source})"
         pairs = [(">", verdict)] if is_comment or other is own else [("", first), (">", verdict)]

@@ -69,7 +69,8 @@ class Advice:
 
     def _fastest_of(self, method: Method) -> FeasibleCandidate:
         """Return the fastest candidate of one kind. Raises UserError if none fits, with the reasons and what fits."""
-        found = next((item for item in self.comparable if item.candidate.method == method), None)
+        allowed = (item for item in self.feasible if self.may_lag or item.lag <= self.own_lag)
+        found = next((item for item in allowed if item.candidate.method == method), None)
         if found is None:
             reasons = [item for item in self.rejected if item.candidate.method == method]
             why = "; ".join(f"{item.candidate.name}: {item.reason}" for item in reasons) or "the request allows none"
