@@ -11,6 +11,7 @@ import pytest
 
 from flexrlhf.config.placement_settings import ClusterSpec, NodeSpec
 from flexrlhf.config.spec import Spec
+from flexrlhf.guideline.advice.advise import PROPOSALS
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
 from flexrlhf.guideline.advice.guideline_plan import GuidelineResult, guideline
 from flexrlhf.guideline.advice.guideline_rules import (
@@ -100,12 +101,16 @@ def test_a_copy_that_gathers_over_nodes_leaves_its_node() -> None:
 
 
 def ruled(spec: Spec) -> tuple[GuidelineResult, dict[str, RuleVerdict]]:
-    """The guideline's placement, planned, and its verdicts."""
+    """The guideline's placement, proposed within narrower limits until a plan fits, and its verdicts."""
     base = make_space(spec, AnalyticCosts(), None)
     plain = with_schedule(base, spec.schedule.num_chunks, 0)
     shadowed = with_schedule(replace(base, has_shadows=True), spec.schedule.num_chunks, 0)
-    found = guideline(plain, shadowed)
-    checked = check(Candidate("guideline", found.name, found.space, found.assignment))
+    for _ in range(PROPOSALS):
+        found = guideline(plain, shadowed)
+        checked = check(Candidate("guideline", found.name, found.space, found.assignment))
+        if isinstance(checked, FeasibleCandidate):
+            break
+        plain, shadowed = (replace(each, limits=checked.limits) for each in (plain, shadowed))
     assert isinstance(checked, FeasibleCandidate), checked.reason
     return found, {each.rule.name: each for each in judged(checked.simulation, found.space.cluster)}
 

@@ -5,10 +5,9 @@ The rules themselves, by which any plan is judged, are in ``guideline_rules.py``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import product
 
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.guideline.advice.candidates import offload_sets, offloaded_spaces
@@ -30,7 +29,7 @@ from flexrlhf.guideline.advice.guideline_rules import (
 )
 from flexrlhf.guideline.advice.proposals import Allowed, choose_settings, in_space, vector_ranks
 from flexrlhf.guideline.advice.sketch import SearchModel
-from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
+from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule, with_syncs_in_turn
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.placement.placed import ModelName
@@ -61,16 +60,29 @@ class GuidelineResult:
 
 
 def guideline(plain: Space, shadowed: Space | None) -> GuidelineResult:
-    """Apply the rules. ``plain``: the space without shadows. ``shadowed``: with them, where the algorithm has any."""
+    """Apply the rules. ``plain``: the space without shadows. ``shadowed``: with them, where the algorithm has any.
+
+    Syncs of shadows are in turn unless the YAML says otherwise: weights under way would take memory that shares need.
+    """
+    if shadowed is not None and shadowed.spec.sync.overlap == "auto":
+        shadowed = with_syncs_in_turn(shadowed)
     if len(plain.devices) > 1:
-        return _by_class(plain, shadowed)
-    if shadowed is None or plain.cluster.num_nodes <= FEW_NODES:
-        return _on_few_nodes(plain)
-    found = _disaggregated(shadowed)
+        return _until_full(plain, lambda space: _by_class(space, shadowed and replace(shadowed, usable=space.usable)))
+    found = _until_full(shadowed, _disaggregated) if shadowed and plain.cluster.num_nodes > FEW_NODES else None
+    if found is not None and found.assignment is not None:
+        return found
+    whole = _until_full(plain, _on_few_nodes)
+    misses = {} if found is None else {DISAGGREGATE.name: "neither side has the memory for its models"}
+    return replace(whole, misses={**whole.misses, **misses})
+
+
+def _until_full(space: Space, place: Callable[[Space], GuidelineResult]) -> GuidelineResult:
+    """Return what ``place`` finds on devices that are filled to 95 %, else on full ones."""
+    found = place(replace(space, usable=min(FULL, space.usable)))
     if found.assignment is not None:
         return found
-    whole = _on_few_nodes(plain)
-    return replace(whole, misses={**whole.misses, DISAGGREGATE.name: "neither side has the memory for its models"})
+    full = place(replace(space, usable=1.0))
+    return replace(full, misses={STOP_BEFORE_FULL.name: "less memory is not enough", **full.misses})
 
 
 # --- one or two nodes
@@ -191,16 +203,13 @@ def _with_spare(space: Space, newer: Sequence[int], older: Sequence[int], spare:
 def _first_that_fits(space: Space, groups: Sequence[Ranks]) -> GuidelineResult | None:
     """Return the placement with the most even phases of ``groups`` of ranks, by as many rules as memory allows.
 
-    Tried are weights that stay inside nodes and devices filled to 95 %, then without one or the other; None: nothing
-    fits.
+    Tried are weights that stay inside nodes, then others; None: nothing fits.
     """
-    for (stay, inside), (usable, room) in product(
-        ((True, {}), (False, {IN_NODES.name: "copies that are whole inside nodes do not fit"})),
-        ((min(FULL, space.usable), {}), (1.0, {STOP_BEFORE_FULL.name: "less memory is not enough"})),
-    ):
-        found = _most_even(replace(space, usable=usable), groups, stay)
+    for stay in (True, False):
+        found = _most_even(space, groups, stay)
         if found is not None:
-            return replace(found, misses={**inside, **room, **found.misses})
+            inside = {} if stay else {IN_NODES.name: "copies that are whole inside nodes do not fit"}
+            return replace(found, misses={**inside, **found.misses})
     return None
 
 
