@@ -8,11 +8,16 @@ import pytest
 
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
+from flexrlhf.guideline.advice.choice import is_full
 from flexrlhf.guideline.advice.limits import SpaceLimits
+from flexrlhf.guideline.advice.refinement import refined
 from flexrlhf.guideline.advice.refusal import lag_text
 from flexrlhf.guideline.advice.request import AdviceOptions
-from flexrlhf.guideline.advice.space import make_space
+from flexrlhf.guideline.advice.space import GAP, USABLE, make_space
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.search.branch_and_bound import search
+from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Choice, Option
 
 GRPO = ("algorithm.name=grpo", "reward={rule: gsm8k}")
@@ -61,3 +66,25 @@ def test_a_lag_is_never_chosen_without_leave() -> None:
     with pytest.raises(UserError, match="--max-lag 1 allows it"):
         _ = alone.best
     assert replace(alone, may_lag=True).best is lagging[0]
+
+
+def test_passes_and_caches_are_refined_between_those_of_the_search() -> None:
+    spec = AdviceOptions(model="qwen2.5-3b", gpus=4, gpu_type="RTX4090-24G").spec(None, GRPO)
+    space = make_space(spec, AnalyticCosts(), None)
+    result = search(space.problem, 2.0, GAP)
+    found = refined(space, result.assignment)
+    assert evaluate(space.problem, found) < 0.99 * result.seconds
+    assert [(each.start, each.size) for each in found] == [(each.start, each.size) for each in result.assignment]
+    checked = check(Candidate("search", "", space, found))
+    assert isinstance(checked, FeasibleCandidate) and checked.share <= USABLE
+    assert checked.seconds == pytest.approx(evaluate(space.problem, found), rel=1e-9)
+    assert refined(space, found) == found
+
+
+def test_memory_stays_free_unless_nothing_else_fits() -> None:
+    spec = AdviceOptions(model="qwen2.5-1.5b", gpus=2).spec(None, GRPO)
+    found = advise(spec, AnalyticCosts(), seconds_limit=0.5)
+    assert found.best.share <= USABLE and not is_full(found.best)
+    full = replace(found.best, share=0.99, seconds=found.best.seconds / 2)
+    assert replace(found, feasible=(full, *found.feasible)).best is found.best
+    assert replace(found, feasible=(full,)).best is full

@@ -415,6 +415,7 @@ def _searches(advice: Advice) -> Iterator[str]:
     yield f"  settings tried: passes of one text, or of at most {either(PASS_TOKENS[1:])} tokens;"
     yield f"    {_parts(DECODE_SHARES)} of the rows decoded together;"
     yield f"    a rollout engine's cache with room for {_parts(CACHE_SHARES)} of its rows"
+    yield "    sizes between these for the fastest plan, one model after the other"
     yield "  plans: all of the space, also those that memory or rules forbid"
     yield "  gap: share of its time by which any plan of the space may at most be faster"
 

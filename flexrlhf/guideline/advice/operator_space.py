@@ -40,7 +40,7 @@ from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
+from flexrlhf.placement.placed import ROLLOUT, SHADOW, ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.placement.routes import Relation
 from flexrlhf.plan.pipeline import make_plan, placeable_graph
@@ -152,6 +152,11 @@ class OperatorSpace(Space):
             calls[self.sketch.part_of(run.model)].append(PlacedCall.of(run))
         syncs = [each for each in self.sketch.instructions if isinstance(each, Sync)]
         travelling = {self.sketch.part_of(name) for each in syncs if each.overlaps for name in each.touches}
+        partners: dict[str, ModelName] = {}
+        for sync in syncs:
+            copy = ROLLOUT if self.sketch.is_of_rollout(self.sketch.part_of(sync.destination)) else SHADOW
+            partners[self.sketch.part_of(sync.source)] = ModelName.of(sync.source.role, copy)
+            partners[self.sketch.part_of(sync.destination)] = ModelName(sync.source.role)
         return {
             name: SearchModel(
                 ModelName.of(each.role, ROLLOUT if self.sketch.is_of_rollout(name) else ""),
@@ -160,6 +165,7 @@ class OperatorSpace(Space):
                 "causal" if self.sketch.is_of_rollout(name) else self.roles.heads[each.role],
                 is_apart=name in travelling,
                 operator="" if name == self.sketch.own_part(each.role) else name,
+                partner=partners.get(name),
             )
             for name, each in self.placed_operators.items()
         }
