@@ -288,10 +288,11 @@ def test_ends_with_one_side_take_a_transfer_of_rows_equally_long() -> None:
     tables = tables_of(make_space(megatron(), AnalyticCosts(), None).problem)
     rng = random.Random(3)
     rows = [each for each in tables.links if each.link.call < 0]
-    assert any(len(set(first.tolist())) < len(first) for each in rows for first in each.firsts)
+    assert any(len(set(sides.tolist())) < len(sides) for each in rows for sides in each.sides)
     for each in rows:
         for _ in range(200):
-            source, to, relation = (rng.randrange(number) for number in each.values.shape)
+            source, to = (rng.randrange(len(part.ends)) for part in (each.source, each.to))
+            relation = rng.randrange(len(RELATIONS))
             seconds = each.seconds(*(np.array([index]) for index in (source, to, relation)))
             assert seconds == each.link.seconds(each.source.ends[source], each.to.ends[to], RELATIONS[relation])
 

@@ -409,9 +409,12 @@ def _searches(advice: Advice) -> Iterator[str]:
     head = ("space", "plans", "evaluated", "pruned: memory", "bound", "seconds", "best s/step", "gap")
     rows = [_search_row(label, result) for label, result in advice.searches.items()]
     yield from table([head, *rows], "<>>>>>>>")
-    meshes = next((item.meshes for item in advice.searches.values() if item.meshes), "")
-    if meshes:
-        yield f"  meshes: {meshes}"
+    by_meshes: dict[str, list[str]] = {}
+    for label, result in advice.searches.items():
+        by_meshes.setdefault(result.meshes, []).append(label)
+    for meshes, labels in by_meshes.items():
+        of = "" if len(by_meshes) == 1 else f" of {', '.join(labels)}"
+        yield f"  meshes{of}: {meshes}"
     yield f"  settings tried: passes of one text, or of at most {either(PASS_TOKENS[1:])} tokens;"
     yield f"    {_parts(DECODE_SHARES)} of the rows decoded together;"
     yield f"    a rollout engine's cache with room for {_parts(CACHE_SHARES)} of its rows"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 from flexrlhf.config.engines import ENGINES, FULL_ENGINES, facts_of
@@ -31,6 +31,7 @@ from flexrlhf.guideline.search.problem import (
     SearchProblem,
     SearchSync,
     SearchTask,
+    Vectors,
     meshes_of,
 )
 from flexrlhf.guideline.simulation.calls import CallMaker
@@ -160,17 +161,19 @@ class Space:
     def problem(self) -> SearchProblem:
         """The space as a search problem."""
         parts = tuple(SearchPart(model.name, partial(self._options, model)) for model in self.models)
-        return SearchProblem(self.pool, parts, tuple(self._calls()), tuple(self._rows()), meshes_of(self.cluster))
+        calls, rows = tuple(self._calls()), tuple(self._rows())
+        return SearchProblem(self.pool, parts, calls, rows, meshes_of(self.cluster), self._vectors)
 
-    @cached_property
-    def node_sizes(self) -> dict[str, int]:
-        """Class → devices of its largest node."""
-        sizes: dict[str, int] = {}
-        for node in range(self.cluster.num_nodes):
-            ranks = self.cluster.ranks_on_node(node)
-            name = self.cluster.devices[ranks[0]].device_class
-            sizes[name] = max(sizes.get(name, 0), len(ranks))
-        return sizes
+    @property
+    def _vectors(self) -> Vectors | None:
+        """Return how a ratio vector places the models; with some in host memory none is tried."""
+        if self.offloaded:
+            return None
+        if self.has_shadows:
+            training = tuple(name for name in self.names if name in self.roles.trained)
+            return Vectors((training, tuple(name for name in self.names if name not in training)))
+        follows: dict[str, str] = {name: name.role for name in self.names if name.is_rollout}
+        return Vectors((tuple(name for name in self.names if name not in follows),), follows)
 
     @cached_property
     def pool(self) -> DevicePool:
@@ -198,6 +201,7 @@ class Space:
             return ()
         mesh = self._mesh(shape)
         options = self.allowed(model.name, self.enumerator.options(model, mesh))
+        options = tuple(option for option in options if _lies_in_nodes(option, model, shape))
         more = self._bytes_of_source(model, mesh)
         if not (more or self._steps_kept):
             return options
@@ -247,7 +251,7 @@ class Space:
 
     def _mesh(self, shape: MeshShape) -> UniformMesh:
         (kind,) = shape.kinds
-        return UniformMesh(shape.size, min(shape.size, self.node_sizes[kind]), self.devices[kind])
+        return UniformMesh(shape.size, shape.per_node, self.devices[kind])
 
     def _bytes_of_source(self, model: SearchModel, mesh: UniformMesh) -> float:
         """Bytes of the trained copy while it sends its weights to a rollout engine on the same devices, if it is in
@@ -349,7 +353,7 @@ def with_syncs_in_turn(space: Space) -> Space:
 
 def on_all_devices(space: Space) -> SearchProblem:
     """The problem of ``space`` with every model on all devices."""
-    return replace(space.problem, meshes=Meshes((), ((0, space.pool.num_devices),), "all devices"))
+    return replace(space.problem, meshes=Meshes((), ((0, space.pool.num_devices),), "all devices"), vectors=None)
 
 
 def chunk_counts(space: Space) -> tuple[int, ...]:
@@ -363,7 +367,25 @@ def chunk_counts(space: Space) -> tuple[int, ...]:
 
 def _rows_side(end: LinkEnd) -> Hashable:
     """Return what a transfer of rows depends on of one end: how many ranks have which rows, on which devices."""
-    return end.shape, replace(side_of(end), zero=0, shards=1, ep=1)
+    return end.shape.kinds, _of_rows(side_of(end))
+
+
+@lru_cache(maxsize=4096)
+def _of_rows(side: MeshSide) -> MeshSide:
+    """Return ``side`` without what rows do not depend on."""
+    return replace(side, zero=0, shards=1, ep=1)
+
+
+def _lies_in_nodes(option: Option, model: SearchModel, shape: MeshShape) -> bool:
+    """Whether groups that exchange activations are on one node each, or have all devices of theirs where they may, and
+    ZeRO shards over equally many replicas of each node where it shards in nodes."""
+    if not shape.spans_nodes:
+        return True
+    side, settings = option.layout, option.settings
+    assert isinstance(side, MeshSide) and isinstance(settings, ModelSpec), "options of a Space have both"
+    near = side.tp if settings.context_parallel == "ring" else side.tp * side.cp
+    is_near = shape.unit % near == 0 or (model.is_rollout and shape.is_whole and side.tp % shape.per_node == 0)
+    return is_near and (settings.shard != "node" or shape.is_even)
 
 
 def side_of(end: LinkEnd) -> MeshSide:

@@ -210,15 +210,18 @@ class PartialAssignments:
     starts:   first devices of their meshes, (n, parts).
     shapes:   shapes of their meshes, (n, parts).
     options:  positions of their options, or ``UNDECIDED``, (n, parts).
+    border:   first device after the training side, or after all, (n,), where ratios place the parts; else None.
     """
 
     parts: tuple[int, ...]
     starts: Ints
     shapes: Ints
     options: Ints
+    border: Ints | None = None
 
     def rows(self, kept: Ints | Bools | slice) -> PartialAssignments:
-        return PartialAssignments(self.parts, self.starts[kept], self.shapes[kept], self.options[kept])
+        border = None if self.border is None else self.border[kept]
+        return PartialAssignments(self.parts, self.starts[kept], self.shapes[kept], self.options[kept], border)
 
     def __len__(self) -> int:
         return len(self.starts)

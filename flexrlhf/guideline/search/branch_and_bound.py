@@ -34,6 +34,7 @@ from flexrlhf.guideline.search.option_search import OptionSearch
 from flexrlhf.guideline.search.problem import Assignment, SearchProblem
 from flexrlhf.guideline.search.result import SearchResult, SearchState
 from flexrlhf.guideline.search.tables import Bools, Floats, Ints, PartTable, tables_of
+from flexrlhf.guideline.search.vectors import VectorPacking, with_vector_meshes
 
 MISSED = 0.002
 """Share of the best time that a bound may lose by taking a part's tasks one by one."""
@@ -45,6 +46,8 @@ DIVES = 8
 """Assignments of meshes whose options are searched at that end, and of every branch at the end of the work."""
 LAST = 0.9
 """Share of the work after which only options are searched, on meshes that are decided."""
+MESHES = 0.6
+"""Share of the work that the meshes of a problem may take before the vectors."""
 ROWS = 64
 """Partial assignments that are expanded at once, each to thousands: more take gigabytes and overrun the limit."""
 KEPT = 10
@@ -68,9 +71,19 @@ def search(
     keep:           number of assignments to return.
     seeds:          assignments to begin from; those that fit are no faster than the result.
     """
-    began = perf_counter()
-    tables = tables_of(problem)
-    state = SearchState(tables, seconds_limit, gap, keep)
+    first = seconds_limit if problem.vectors is None else MESHES * seconds_limit
+    found = _search(SearchState(tables_of(problem), first, gap, keep), seeds)
+    if problem.vectors is None:
+        return found
+    seeds = [*seeds, found.assignment] if found.is_feasible else seeds
+    tables = tables_of(with_vector_meshes(problem, seeds))
+    state = SearchState(tables, seconds_limit - found.work, gap, keep, best=found.seconds)
+    return found.joined(_search(state, seeds, VectorPacking(tables, problem.vectors)), keep)
+
+
+def _search(state: SearchState, seeds: Sequence[Assignment], packing: VectorPacking | None = None) -> SearchResult:
+    """Search the meshes of the state's problem, or those that ``packing`` gives."""
+    began, tables = perf_counter(), state.tables
     if any(not len(part.options) for part in tables.parts):
         return state.result(np.inf, began, True)
     meshes = distinct_meshes(tables)
@@ -84,12 +97,12 @@ def search(
         planted = spots_of(tables, seed)
         if planted is not None:
             climb(state, meshes, planted)
-    for spots in beginnings(tables, meshes):
+    for spots in beginnings(tables, meshes) if packing is None or not np.isfinite(state.best) else ():
         best = state.best
         climb(state, meshes, spots)
-        if np.isfinite(best) and state.best > (1 - gap) * best:
+        if np.isfinite(best) and state.best > (1 - state.slack) * best:
             break  # from here on branches find what is left sooner
-    left = _MeshSearch(state, meshes).run()
+    left = _MeshSearch(state, meshes, packing).run()
     return state.result(left, began, not np.isfinite(left))
 
 
@@ -117,12 +130,12 @@ class _Branch:
 class _MeshSearch:
     """Branch and bound over the meshes of the parts.
 
-    ``order``: parts in the order of branching, those with most work first. ``whole``: parts whose option is decided
-    together with their mesh, since no option is near the least of all its tasks.
+    ``order``: parts in the order of branching: of ``packing``, or those with most work first. ``whole``: parts whose
+    option is decided together with their mesh, since no option is near the least of all its tasks.
     """
 
-    def __init__(self, state: SearchState, meshes: DistinctMeshes) -> None:
-        self.state, self.meshes, self.tables = state, meshes, state.tables
+    def __init__(self, state: SearchState, meshes: DistinctMeshes, packing: VectorPacking | None) -> None:
+        self.state, self.meshes, self.packing, self.tables = state, meshes, packing, state.tables
         self.areas = areas_of(self.tables)
         self.floor_goal = state.goal
         self.floors: Floors | None = self._fixed(np.isfinite(self.areas[WHOLE]))
@@ -144,10 +157,12 @@ class _MeshSearch:
         """Search until nothing is left. Returns the least bound of the rest at the limit, else infinite."""
         if self.floors is None:
             return np.inf
-        least = self.floors.least_area[WHOLE]
-        self.order = sorted(range(len(self.tables.parts)), key=lambda part: (-float(least[part]), part))
-        none = np.zeros((1, 0), dtype=np.int64)
-        root = PartialAssignments((), none, none, none)
+        if self.packing is None:
+            least, none = self.floors.least_area[WHOLE], np.zeros((1, 0), dtype=np.int64)
+            self.order = sorted(range(len(self.tables.parts)), key=lambda part: (-float(least[part]), part))
+            root = PartialAssignments((), none, none, none)
+        else:
+            self.order, root = self.packing.order, self.packing.roots
         self._push(root, self.floors)
         self._dive(root, self.floors)
         while self.branches:
@@ -222,11 +237,7 @@ class _MeshSearch:
     def _children(self, partial: PartialAssignments, floors: Floors) -> PartialAssignments:
         """Return each row with each mesh of the next part that fits and is not the image of another."""
         part = self.order[len(partial.parts)]
-        ends = np.concatenate([partial.starts, partial.starts + self.tables.sizes[partial.shapes]], axis=1)
-        meshes = [self.meshes.around(row) for row in ends.tolist()]
-        parents = np.repeat(np.arange(len(partial)), [len(starts) for starts, _ in meshes])
-        starts = np.concatenate([starts for starts, _ in meshes])
-        shapes = np.concatenate([shapes for _, shapes in meshes])
+        parents, starts, shapes = self._spots(partial, part)
         kept = floors.allowed[part][shapes]
         parents, starts, shapes = parents[kept], starts[kept], shapes[kept]
         options = np.full_like(starts, UNDECIDED)
@@ -240,11 +251,23 @@ class _MeshSearch:
             np.concatenate([partial.starts[parents], starts[:, None]], axis=1),
             np.concatenate([partial.shapes[parents], shapes[:, None]], axis=1),
             np.concatenate([partial.options[parents], options[:, None]], axis=1),
+            None if partial.border is None else partial.border[parents],
         )
-        children = children.rows(self.meshes.is_left(children.starts, self.tables.sizes[children.shapes]))
+        if self.packing is None:
+            children = children.rows(self.meshes.is_left(children.starts, self.tables.sizes[children.shapes]))
         fitting = fits(self.tables, partial_over(self.tables, children))
         self.state.pruned_by_memory += int((~fitting).sum())
         return children.rows(fitting)
+
+    def _spots(self, partial: PartialAssignments, part: int) -> tuple[Ints, Ints, Ints]:
+        """Return (row, start, shape) of each mesh of the next part, next to the meshes of each row."""
+        if self.packing is not None:
+            return self.packing.spots(partial, part)
+        ends = np.concatenate([partial.starts, partial.starts + self.tables.sizes[partial.shapes]], axis=1)
+        meshes = [self.meshes.around(row) for row in ends.tolist()]
+        parents = np.repeat(np.arange(len(partial)), [len(starts) for starts, _ in meshes])
+        starts = np.concatenate([starts for starts, _ in meshes])
+        return parents, starts, np.concatenate([shapes for _, shapes in meshes])
 
     def _push(self, partial: PartialAssignments, floors: Floors) -> None:
         """Store rows below the goal as branches of at most ``ROWS``."""

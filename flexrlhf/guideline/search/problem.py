@@ -5,15 +5,17 @@ the space of ReaL (Mei et al., MLSys 2025) every model call is a part with one t
 occupies its part's mesh. A *sync* sends weights from one part to another and occupies both meshes. A *transfer of rows*
 between tasks occupies nothing: the reader begins that much later.
 
-Costs depend on a mesh by its *shape* alone (size and kinds of devices), so a part states its options once per shape and
-they are placed at every start.
+Costs depend on a mesh by its *shape* alone (size and kinds of devices, how nodes divide it), so a part states its
+options once per shape and they are placed at every start.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import gcd, prod
 
 from flexrlhf.placement.cluster import Cluster
@@ -29,11 +31,22 @@ UNLIMITED = 1e15
 
 @dataclass(frozen=True)
 class MeshShape:
-    """All that costs may depend on of a mesh: ``size`` devices of ``kinds``, ``per_node`` of them in each node."""
+    """All that options and costs may depend on of a mesh.
+
+    size:      number of devices.
+    kinds:     their kinds.
+    per_node:  most of them in one node.
+    unit:      groups of neighbours lie on one node each if their size divides it.
+    is_even:   whether it has equally many devices in each of its nodes.
+    is_whole:  whether it has all devices of its nodes.
+    """
 
     size: int
     kinds: tuple[str, ...]
     per_node: int
+    unit: int
+    is_even: bool
+    is_whole: bool
 
     @property
     def spans_nodes(self) -> bool:
@@ -72,8 +85,8 @@ LinkSide = Callable[[LinkEnd], Hashable]
 
 
 def whole_end(end: LinkEnd) -> Hashable:
-    """Return all of ``end``."""
-    return end
+    """Return all of ``end`` that a time may depend on."""
+    return end.shape.size, end.shape.kinds, end.shape.per_node, end.layout
 
 
 @dataclass(frozen=True)
@@ -140,11 +153,13 @@ class DevicePool:
     nodes:     kind of the devices of each node.
     per_node:  devices in a node.
     memory:    bytes of a device that may be used, by kind.
+    borders:   first devices of the nodes but the first one; None: each has ``per_node`` devices.
     """
 
     nodes: tuple[str, ...]
     per_node: int
     memory: Mapping[str, float]
+    borders: tuple[int, ...] | None = None
 
     @staticmethod
     def of(num_devices: int, per_node: int, memory: float, kind: str = "device") -> DevicePool:
@@ -171,7 +186,7 @@ class DevicePool:
         ranks = [cluster.ranks_on_node(node) for node in range(cluster.num_nodes)]
         unit = gcd(*map(len, ranks))
         kinds = [cluster.devices[node[at]].device_class for node in ranks for at in range(0, len(node), unit)]
-        return DevicePool(tuple(kinds), unit, memory)
+        return DevicePool(tuple(kinds), unit, memory, tuple(node[0] for node in ranks[1:]))
 
     @property
     def num_devices(self) -> int:
@@ -182,6 +197,22 @@ class DevicePool:
         if len(self.memory) == 1:
             return tuple(self.memory)
         return tuple(sorted(set(self.nodes[start // self.per_node : -(-(start + size) // self.per_node)])))
+
+    @cached_property
+    def node_borders(self) -> tuple[int, ...]:
+        """First devices of the nodes but the first one."""
+        usual = range(self.per_node, self.num_devices, self.per_node)
+        return tuple(usual) if self.borders is None else self.borders
+
+    def shape_of(self, start: int, size: int) -> MeshShape:
+        """Return the shape of a mesh."""
+        borders = self.node_borders
+        inside = borders[bisect_right(borders, start) : bisect_left(borders, start + size)]
+        ends = (start, *inside, start + size)
+        parts = [after - before for before, after in pairwise(ends)]
+        is_whole = all(end in (0, self.num_devices) or end in borders for end in (start, start + size))
+        unit = gcd(size, *(border - start for border in inside))
+        return MeshShape(size, self.kinds_of(start, size), max(parts), unit, min(parts) == max(parts), is_whole)
 
     @cached_property
     def runs(self) -> tuple[int, ...]:
@@ -251,6 +282,18 @@ def _powers(limit: int) -> list[int]:
     return [1 << bit for bit in range(limit.bit_length()) if 1 << bit <= limit]
 
 
+@dataclass(frozen=True)
+class Vectors:
+    """Placement by ratios: parts in the order in which they are packed in lanes (``placement/ratios.py``).
+
+    sides:    the parts of the first devices, of training, and those of the rest; or all parts on all devices.
+    follows:  part → the part whose devices it has.
+    """
+
+    sides: tuple[tuple[str, ...], ...]
+    follows: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class SearchProblem:
     """A space of placements and all that their seconds follow from.
@@ -260,6 +303,7 @@ class SearchProblem:
     calls:   tasks and syncs in the order in which every device runs its share of them, step after step.
     rows:    row transfers; between other tasks nothing travels.
     meshes:  where parts may be placed; the usual ones where none are given.
+    vectors: how ratios place the parts, in addition; None: they do not.
     """
 
     pool: DevicePool
@@ -267,6 +311,7 @@ class SearchProblem:
     calls: tuple[SearchTask | SearchSync, ...]
     rows: tuple[RowTransfer, ...] = ()
     meshes: Meshes = field(default=Meshes((), ()))
+    vectors: Vectors | None = None
 
     def __post_init__(self) -> None:
         if self.meshes == Meshes((), ()):
@@ -286,7 +331,16 @@ class SearchProblem:
         return (*blocks, *self.meshes.listed)
 
     def shape_of(self, start: int, size: int) -> MeshShape:
-        return MeshShape(size, self.pool.kinds_of(start, size), min(size, self.pool.per_node))
+        """Return the shape of a mesh."""
+        shape = self._shapes.get((start, size))
+        if shape is None:
+            shape = self._shapes[start, size] = self.pool.shape_of(start, size)
+        return shape
+
+    @cached_property
+    def _shapes(self) -> dict[tuple[int, int], MeshShape]:
+        """Mesh → its shape, filled on use."""
+        return {}
 
     def size_of_space(
         self, num_options: Mapping[tuple[int, MeshShape], int], num_meshes: Mapping[MeshShape, int]

@@ -103,6 +103,29 @@ class SearchResult:
     def is_optimal(self) -> bool:
         return self.is_feasible and self.gap <= 2 * ROUNDING
 
+    def joined(self, other: SearchResult, keep: int) -> SearchResult:
+        """Return the result of both searches, of which the other one began from the result of this one.
+
+        keep:  number of assignments.
+        """
+        news = (each for each in other.best if each not in self.best)
+        best = sorted((*self.best, *news), key=lambda timed: timed.seconds)[:keep]
+        least = best[0].seconds if best else math.inf
+        rejected = (each for each in (*self.rejected, *other.rejected) if each.seconds < least)
+        return SearchResult(
+            best=tuple(best),
+            bound=min(self.bound, other.bound),
+            space=self.space + other.space,
+            evaluated=self.evaluated + other.evaluated,
+            pruned_by_memory=self.pruned_by_memory + other.pruned_by_memory,
+            pruned_by_bound=self.pruned_by_bound + other.pruned_by_bound,
+            wall_seconds=self.wall_seconds + other.wall_seconds,
+            work=self.work + other.work,
+            is_finished=self.is_finished and other.is_finished,
+            rejected=tuple(sorted(rejected, key=lambda each: each.seconds)),
+            meshes=f"{self.meshes}; {other.meshes}",
+        )
+
 
 @dataclass
 class SearchState:

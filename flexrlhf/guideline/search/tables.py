@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -102,41 +102,56 @@ class LinkTable:
     link:     the link.
     source:   table of the part that it comes from.
     to:       table of the part that it goes to.
-    firsts:   of each end of the two parts the first one with the same side, as indices.
-    values:   seconds by (end, end, relation), of first ones; NaN where not yet computed.
-    least:    the least seconds by (shape, shape, relation); NaN where not yet computed.
+    sides:    number of the side of each end, for both parts.
+    firsts:   first end of each side, for both parts.
+    values:   seconds by (side, side, relation); NaN where not yet computed.
+    alike:    first shape with the size, kinds and devices in a node of each.
+    least:    the least seconds by (shape, shape, relation), of first alike ones; NaN where not yet computed.
     """
 
     link: Link
     source: PartTable
     to: PartTable
+    sides: tuple[Ints, Ints]
     firsts: tuple[Ints, Ints]
     values: Floats
+    alike: Ints
     least: Floats
 
     def seconds(self, sources: Ints, targets: Ints, relations: Ints) -> Floats:
         """Return the seconds by link ends and relation, which are broadcast against each other."""
-        sources, targets = self.firsts[0][sources], self.firsts[1][targets]
+        sources, targets = self.sides[0][sources], self.sides[1][targets]
         seconds: Floats = self.values[sources, targets, relations]
         missing = np.isnan(seconds)
         if missing.any():
             for source, to, relation in _distinct(missing, sources, targets, relations):
-                taken = self.link.seconds(self.source.ends[source], self.to.ends[to], RELATIONS[relation])
+                ends = self.source.ends[self.firsts[0][source]], self.to.ends[self.firsts[1][to]]
+                taken = self.link.seconds(*ends, RELATIONS[relation])
                 self.values[source, to, relation] = taken
             seconds = self.values[sources, targets, relations]
         return seconds
 
     def least_seconds(self, sources: Ints, targets: Ints, relations: Ints) -> Floats:
-        """Return the least seconds by mesh shapes and relation, (n,); 0 if a part has no option on one of them."""
+        """Return the least seconds by mesh shapes and relation, (n,), whatever borders of nodes allow on them.
+
+        0 if a part has no option on one of them.
+        """
+        sources, targets = self.alike[sources], self.alike[targets]
         least: Floats = self.least[sources, targets, relations]
         missing = np.isnan(least)
         if missing.any():
             for source, to, relation in _distinct(missing, sources, targets, relations):
-                ends = self.source.ends_of(source)[:, None], self.to.ends_of(to)[None, :]
+                ends = self._ends_of(self.source, source)[:, None], self._ends_of(self.to, to)[None, :]
                 taken = self.seconds(*ends, np.array([[relation]])) if ends[0].size and ends[1].size else np.zeros(1)
                 self.least[source, to, relation] = taken.min()
             least = self.least[sources, targets, relations]
         return least
+
+    def _ends_of(self, part: PartTable, first: int) -> Ints:
+        """Return the link ends of ``part``, one for each side, on all shapes that are like the ``first``."""
+        ends = np.concatenate([part.ends_of(int(shape)) for shape in np.flatnonzero(self.alike == first)])
+        sides = self.sides[0 if part is self.source else 1][ends]
+        return ends[np.unique(sides, return_index=True)[1]]
 
 
 def _distinct(chosen: Bools, *indices: Ints) -> Iterable[tuple[int, ...]]:
@@ -206,7 +221,9 @@ def tables_of(problem: SearchProblem) -> Tables:
         _part_table(part, shapes, index in linked, max(pool.memory.values()))
         for index, part in enumerate(problem.parts)
     )
-    links = tuple(_link_table(link, parts, len(shapes)) for link in graph.links)
+    first: dict[Hashable, int] = {}
+    alike = [first.setdefault((each.size, each.kinds, each.per_node), index) for index, each in enumerate(shapes)]
+    links = tuple(_link_table(link, parts, np.array(alike, dtype=np.int64)) for link in graph.links)
     stated = {(p, shape): part.num_stated[s] for p, part in enumerate(parts) for s, shape in enumerate(shapes)}
     sizes = np.array([shape.size for shape in shapes], dtype=np.int64)
     memory_at = tuple((start, pool.memory[pool.nodes[start // pool.per_node]]) for start in pool.runs)
@@ -217,7 +234,7 @@ def tables_of(problem: SearchProblem) -> Tables:
 def _shapes(problem: SearchProblem) -> tuple[dict[tuple[int, int], int], list[MeshShape], list[int]]:
     """Return the shape of every mesh, the shapes by size, and the number of meshes of each."""
     of_mesh = {mesh: problem.shape_of(*mesh) for mesh in problem.all_meshes}
-    shapes = sorted(set(of_mesh.values()), key=lambda shape: (shape.size, shape.kinds))
+    shapes = sorted(set(of_mesh.values()), key=astuple)
     index = {shape: number for number, shape in enumerate(shapes)}
     shape_at = {mesh: index[shape] for mesh, shape in of_mesh.items()}
     counts = [0] * len(shapes)
@@ -229,7 +246,13 @@ def _shapes(problem: SearchProblem) -> tuple[dict[tuple[int, int], int], list[Me
 def _part_table(part: SearchPart, shapes: Sequence[MeshShape], has_links: bool, memory: float) -> PartTable:
     """Return the table of a part. ``memory``: bytes of the largest device."""
     stated = [list(part.options(shape)) for shape in shapes]
-    fronts = [pareto(options, has_links) for options in stated]
+    # shapes that nodes divide otherwise mostly have the same options
+    of_options: dict[tuple[int, ...], list[Option]] = {}
+    for options in stated:
+        key = tuple(map(id, options))
+        if key not in of_options:
+            of_options[key] = pareto(options, has_links)
+    fronts = [of_options[tuple(map(id, options))] for options in stated]
     options = [option for front in fronts for option in front]
     shape = np.repeat(np.arange(len(shapes)), [len(front) for front in fronts])
     ends = [LinkEnd(shapes[s], option.layout) for s, option in zip(shape.tolist(), options, strict=True)]
@@ -304,14 +327,17 @@ def _least(rows: Floats, first: Ints) -> Floats:
     return least
 
 
-def _link_table(link: Link, parts: Sequence[PartTable], num_shapes: int) -> LinkTable:
+def _link_table(link: Link, parts: Sequence[PartTable], alike: Ints) -> LinkTable:
     source, to = parts[link.source], parts[link.to]
-    values = np.full((len(source.ends), len(to.ends), len(RELATIONS)), np.nan)
-    least = np.full((num_shapes, num_shapes, len(RELATIONS)), np.nan)
-    return LinkTable(link, source, to, (_firsts(source.ends, link), _firsts(to.ends, link)), values, least)
+    numbers, firsts = zip(*(_sides(part.ends, link) for part in (source, to)), strict=True)
+    values = np.full((*map(len, firsts), len(RELATIONS)), np.nan)
+    least = np.full((len(alike), len(alike), len(RELATIONS)), np.nan)
+    return LinkTable(link, source, to, numbers, firsts, values, alike, least)
 
 
-def _firsts(ends: Sequence[LinkEnd], link: Link) -> Ints:
-    """Return for each end the index of the first one that takes ``link`` as long."""
-    found: dict[Hashable, int] = {}
-    return np.array([found.setdefault(link.side(end), index) for index, end in enumerate(ends)], dtype=np.int64)
+def _sides(ends: Sequence[LinkEnd], link: Link) -> tuple[Ints, Ints]:
+    """Return each end's side by number, one for ends for which ``link`` takes as long, and the first end of each."""
+    numbers: dict[Hashable, int] = {}
+    of_end = np.array([numbers.setdefault(link.side(end), len(numbers)) for end in ends], dtype=np.int64)
+    _, firsts = np.unique(of_end, return_index=True)
+    return of_end, firsts.astype(np.int64)
