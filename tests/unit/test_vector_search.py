@@ -155,3 +155,22 @@ def test_sides_that_end_inside_a_node_take_the_seconds_of_the_simulator(nodes: i
                 inside += any(problem.shape_of(each.start, each.size).unit < devices < each.size for each in assignment)
     assert len(pairs) > 30 and inside > 10
     assert [fast for fast, _ in pairs] == pytest.approx([whole for _, whole in pairs], rel=1e-12)
+
+
+def test_no_ratio_of_a_class_is_faster_than_the_result() -> None:
+    """On two classes the models of each share its devices."""
+    pool = DevicePool(("fast", "slow"), 3, {"fast": 9.0, "slow": 7.0})
+    problem = replace(problem_for(pool, 2, False), meshes=Meshes((), ((0, 3),)))
+    cluster, found = Cluster(tuple(Device(rank, rank // 3, "fast" if rank < 3 else "slow") for rank in range(6))), []
+    for where in product(product(("fast", "slow"), range(1, 4)), repeat=3):
+        entries = {
+            name: PlacementEntry(ratio=Fraction(size, 3), on=kind)
+            for name, (kind, size) in zip(ROLES.all, where, strict=True)
+        }
+        ranks, _ = assign_ranks(PlacementMap(models=entries), ROLES, cluster)
+        meshes = {name: (mine[0], len(mine)) for name, mine in ranks.items()}
+        found += [evaluate(problem, each) for each in assignments(problem, meshes)]
+    result = search(problem, 60.0)
+    assert len(found) > 150 and result.is_optimal
+    assert result.seconds <= min(found) * (1 + 1e-9)
+    assert search(replace(problem, vectors=None), 60.0).seconds > result.seconds

@@ -420,7 +420,8 @@ def _searches(advice: Advice) -> Iterator[str]:
     yield f"    a rollout engine's cache with room for {_parts(CACHE_SHARES)} of its rows"
     yield "    sizes between these for the fastest plan, one model after the other"
     yield "  plans: all of the space, also those that memory or rules forbid"
-    yield "  gap: share of its time by which any plan of the space may at most be faster"
+    yield "  gap: share of its time by which any plan of the space may at most be faster;"
+    yield "    other ranks and settings are not in the space"
 
 
 def _parts(shares: Sequence[int]) -> str:

@@ -210,7 +210,8 @@ class PartialAssignments:
     starts:   first devices of their meshes, (n, parts).
     shapes:   shapes of their meshes, (n, parts).
     options:  positions of their options, or ``UNDECIDED``, (n, parts).
-    border:   first device after the training side, or after all, (n,), where ratios place the parts; else None.
+    border:   where ratios place the parts, the first device after the training side, or after all, (n,); negative: of
+              the training side, which comes last. Else None.
     """
 
     parts: tuple[int, ...]

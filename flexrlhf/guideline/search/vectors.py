@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import gcd
 
 import numpy as np
@@ -59,6 +60,7 @@ def with_vector_meshes(problem: SearchProblem, seeds: Sequence[Assignment]) -> S
     listed = [mesh for mesh in meshes if problem.shape_of(*mesh).per_node >= min(mesh[1], pool.per_node)]
     listed += [(choice.start, choice.size) for seed in seeds for choice in seed]
     ratios = f"of multiples of {step}/{end}" + (" and what they leave" if start_step(pool) < step else "")
+    ratios += " by class" if len(pool.memory) > 1 else ""
     inside = ", a model that fits a node on one" if pool.node_borders else ""
     return replace(problem, meshes=Meshes((), tuple(dict.fromkeys(listed)), f"all vectors {ratios}{inside}"))
 
@@ -80,10 +82,13 @@ class VectorPacking:
 
     @property
     def roots(self) -> PartialAssignments:
-        """Return a row for each border between the sides, without a part."""
+        """Return a row for each border between the sides, without a part: negative if training is behind it, which is
+        tried on devices of several kinds."""
         end = self.tables.num_devices
         step = start_step(self.tables.problem.pool)
         borders = np.arange(step, end, step) if self._has_sides else np.array([end])
+        if self._has_sides and len(self._runs) > 1:
+            borders = np.concatenate([borders, -borders])
         none = np.zeros((len(borders), 0), dtype=np.int64)
         return PartialAssignments((), none, none, none, borders)
 
@@ -97,20 +102,26 @@ class VectorPacking:
             return rows, partial.starts[:, column], partial.shapes[:, column]
         side = self._side(part)
         columns = [column for column, each in enumerate(partial.parts) if self._is_packed(each, side)]
-        parents, sizes = np.repeat(rows, len(self._sizes)), np.tile(self._sizes, len(rows))
-        first, last = np.zeros_like(border), border
-        if self._has_sides and side == 1:
-            first, last = border, np.full_like(border, self.tables.num_devices)
-        kept = sizes <= (last - first)[parents]
-        parents, sizes = parents[kept], sizes[kept]
-        earlier = self.tables.sizes[partial.shapes[:, columns]][parents]
-        starts = self._packed([*earlier.T, sizes], first[parents], last[parents])
-        shapes = self._shape_at[starts, self._number[sizes]]
-        kept = shapes >= 0
-        if self._has_sides and side == 0 and part == self._last_of_training:
-            ends = np.max([*(partial.starts[:, columns][parents] + earlier).T, starts + sizes], axis=0)
-            kept &= self._is_tight(ends, last[parents])
-        return parents[kept], starts[kept], shapes[kept]
+        before, earlier = partial.starts[:, columns], self.tables.sizes[partial.shapes[:, columns]]
+        is_first = (border > 0) == (side == 0)
+        lows, highs = np.where(is_first, 0, abs(border)), np.where(is_first, abs(border), self.tables.num_devices)
+        found = []
+        for run_start, run_end in self._runs:
+            low, high = np.maximum(lows, run_start), np.minimum(highs, run_end)
+            parents, sizes = np.repeat(rows, len(self._sizes)), np.tile(self._sizes, len(rows))
+            kept = sizes <= (high - low)[parents]
+            parents, sizes = parents[kept], sizes[kept]
+            # the others take no room of this run
+            inside = np.where((run_start <= before) & (before < run_end), earlier, 0)[parents]
+            starts = self._packed([*inside.T, sizes], low[parents], high[parents])
+            shapes = self._shape_at[starts, self._number[sizes]]
+            kept = shapes >= 0
+            if self._has_sides and part == self._last_of_training:
+                ends = np.max([*(before + earlier)[parents].T, starts + sizes], axis=0)
+                kept &= self._is_tight(ends, border[parents])
+            found.append((parents[kept], starts[kept], shapes[kept]))
+        parents, starts, shapes = (np.concatenate(column) for column in zip(*found, strict=True))
+        return parents, starts, shapes
 
     def _packed(self, sizes: Sequence[Ints], first: Ints, end: Ints) -> Ints:
         """Return the starts of the last of ``sizes``, packed one after the other on the devices ``first`` to ``end``.
@@ -134,7 +145,13 @@ class VectorPacking:
 
     def _is_tight(self, ends: Ints, borders: Ints) -> Bools:
         """Whether no device of the training side is idle at its end, but for up to the next border of a node."""
-        return np.asarray((ends == borders) | (self._next_border[ends] == borders))
+        return np.asarray((borders < 0) | (ends == borders) | (self._next_border[ends] == borders))
+
+    @cached_property
+    def _runs(self) -> list[tuple[int, int]]:
+        """First device and end of each run of devices of one kind: a pool of its own."""
+        pool = self.tables.problem.pool
+        return list(pairwise((*pool.runs, pool.num_devices)))
 
     @property
     def _has_sides(self) -> bool:
@@ -176,8 +193,8 @@ class VectorPacking:
 
     @cached_property
     def _shape_at(self) -> Ints:
-        """Shape by start and number of the size; -1 where it is no mesh, (devices, sizes)."""
-        shapes = np.full((self.tables.num_devices, len(self._sizes)), -1, dtype=np.int64)
+        """Shape by start and number of the size; -1 where it is no mesh, (devices + 1, sizes)."""
+        shapes = np.full((self.tables.num_devices + 1, len(self._sizes)), -1, dtype=np.int64)
         for (start, size), shape in self.tables.shape_at.items():
             if size in self._sizes:
                 shapes[start, self._number[size]] = shape
