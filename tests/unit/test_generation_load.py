@@ -30,9 +30,8 @@ def load_of(lengths: tuple[float, ...], *settings: str) -> GenerationLoad:
 
 def test_a_cache_with_room_for_all_rows_is_as_full_as_they_are_at_their_end() -> None:
     load = load_of((100.0,), "rollout.kv_tokens=65536")
-    assert load.call.pages is not None
-    # 16 tokens of the prompt and half a block of 32; the first token is sampled with the prompt
-    assert load.filled == pytest.approx(32 * (16 + 16 + 99) / load.call.pages.tokens)
+    # 16 tokens of the prompt and half a page of 32; the first token is sampled with the prompt
+    assert load.filled == pytest.approx(32 * (16 + 16 + 99) / load.pages.tokens)
     assert not load.waits and load.steps.repeats == 0
     lines = list(load_lines(simulated((100.0,), "rollout.kv_tokens=65536"), AnalyticCosts()))
     assert "none of the 32 rows of a replica waits or is preempted" in lines[0] and len(lines) == 2
@@ -44,9 +43,13 @@ def test_rows_that_outgrow_a_cache_wait_and_are_preempted() -> None:
     (cache, room) = load_lines(simulated((1000.0,), "rollout.kv_tokens=8192"), AnalyticCosts())
     assert f"at most {load.most_rows:.0f} of 32 rows of a replica decode at once, others wait" in cache
     assert ("preempted" in cache) == (load.steps.repeats > 0)
-    assert load.call.pages is not None
-    tokens = load.call.pages.tokens
-    assert f"up to {tokens / 32 - 32:.0f} tokens of a response, for {int(tokens / (1024 + 32))} up to 1024" in room
+    # whole pages of 32 tokens, 16 of them the prompt's
+    assert "up to 240 tokens of a response, for 7 up to 1024" in room
+
+
+def test_a_cache_that_is_filled_by_all_rows_of_full_length_has_room_for_them() -> None:
+    load = load_of((1008.0,), f"rollout.kv_tokens={32 * 1024}", "data.max_response_tokens=1008")
+    assert not load.waits and load.filled == 1.0 and load.rows_of(1008) == 32 and load.room(32) == 1008
 
 
 def test_the_tail_is_the_part_of_the_steps_with_less_than_half_of_the_rows() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.costs.cost_model import Call, CostModel
+from flexrlhf.guideline.costs.cost_model import Call, CostModel, Pages
 from flexrlhf.guideline.costs.decode_phases import DecodeSteps, decoding, length_bins
 from flexrlhf.guideline.costs.profiles import DECODERS
 from flexrlhf.guideline.simulation.pricing import Pricer
@@ -60,32 +61,37 @@ class GenerationLoad:
 
     @property
     def prompt(self) -> float:
-        """Tokens of a row in the cache in addition to its response."""
-        partly = 0.0 if self.call.pages is None else self.call.pages.partly_filled
-        return self.call.prompt / self.call.prompt_samples + partly
+        """Tokens of a row's prompt in the cache, which samples may share."""
+        return self.call.prompt / self.call.prompt_samples
 
     @property
-    def filled(self) -> float | None:
-        """Largest share of the cache that is full; None without pages."""
-        pages = self.call.pages
-        if pages is None:
-            return None
+    def filled(self) -> float:
+        """Largest share of the cache that is full."""
         # while rows begin as others end, their age stays the mean one
         steady = self.call.rows > self.at_once
         first, *others = self.steps.phases
-        used = [first.rows * (self.prompt + first.age + (0 if steady else first.steps / 2))]
-        used += [phase.rows * (self.prompt + phase.age + phase.steps / 2) for phase in others]
-        return 1.0 if self.steps.repeats else min(1.0, max(used) / pages.tokens)
+        empty = self.prompt + self.pages.partly_filled
+        used = [first.rows * (empty + first.age + (0 if steady else first.steps / 2))]
+        used += [phase.rows * (empty + phase.age + phase.steps / 2) for phase in others]
+        return 1.0 if self.steps.repeats else min(1.0, max(used) / self.pages.tokens)
+
+    @property
+    def pages(self) -> Pages:
+        """Pages of the cache. Fails for an engine without them."""
+        assert self.call.pages is not None, "a cache has pages"
+        return self.call.pages
+
+    @property
+    def _page(self) -> float:
+        return max(1.0, 2 * self.pages.partly_filled)
 
     def room(self, rows: int) -> float:
-        """Return the tokens of a response up to which so many rows at once have room in the cache."""
-        assert self.call.pages is not None, "a cache has pages"
-        return max(0.0, self.call.pages.tokens / rows - self.prompt)
+        """Return the tokens of a response up to which so many rows at once have room in the cache, in whole pages."""
+        return max(0.0, self.pages.tokens / rows // self._page * self._page - self.prompt)
 
     def rows_of(self, tokens: float) -> int:
-        """Return how many rows with responses of so many tokens have room in the cache."""
-        assert self.call.pages is not None, "a cache has pages"
-        return max(1, int(self.call.pages.tokens / (self.prompt + tokens)))
+        """Return how many rows with responses of so many tokens have room in the cache, in whole pages."""
+        return max(1, int(self.pages.tokens // (ceil((self.prompt + tokens) / self._page) * self._page)))
 
     @property
     def waits(self) -> bool:
@@ -148,7 +154,7 @@ def load_lines(simulation: Simulation, costs: CostModel) -> Iterator[str]:
     load = generation_load(simulation, costs)
     if load is None:
         return
-    if load.filled is not None:
+    if load.call.pages is not None:
         yield _cache(load)
         yield _room(load, simulation.plan.lengths.response)
     if len(set(simulation.lengths.responses)) > 1:
