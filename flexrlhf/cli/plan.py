@@ -61,6 +61,7 @@ def plan(runs: RunOptions, force: Force = False, price: Price = None, html: Html
         raise UserError(f"--output: goes with one config, found {len(plans)}")
     for each in plans:
         typer.echo(format_plan(each) + "\n")
+    found = []
     if paths:
         # to read models and data takes the libraries of a rank, which load for seconds
         from flexrlhf.plan.input_checks import check_inputs
@@ -68,9 +69,10 @@ def plan(runs: RunOptions, force: Force = False, price: Price = None, html: Html
         with working("reading models and data"):
             check_inputs(plans)
             found = inspect_data(plans)
+    _print_predictions(plans, price)
+    if paths:
         print_data_lines(found)
         print_absent_data(plans)
-    _print_predictions(plans, price)
     if html is not None:
         _write_page(plans, html)
     check_memory(plans, force)

@@ -218,7 +218,7 @@ def test_a_link_to_nothing_is_named_and_not_suggested(invoke: Invoke) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("plan", "--devicse", "2"), "plan: no such option: --devicse (Possible options: --devices)"),
+        (("plan", "--devicse", "2"), "plan: no such option: --devicse (Possible options: --devices, --price)"),
         (
             ("plan", "--actor-model-path", ""),
             "plan: invalid value: --actor-model-path is empty; see flexrlhf plan --help",
