@@ -57,5 +57,5 @@ def duration_text(seconds: float) -> str:
     """Return a duration in three digits and the unit that a person uses for it."""
     for unit, length in (("days", DAY), ("h", HOUR), ("min", MINUTE)):
         if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
+            return f"{amount_text(seconds / length)} {unit}"
     return f"{seconds:.3g} s"
