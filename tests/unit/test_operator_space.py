@@ -142,14 +142,42 @@ def test_operators_that_share_a_layout_share_a_copy_in_the_plan() -> None:
     assert evaluate(space.problem, assignment) >= result.bound * (1 - 1e-9)
 
 
+def test_what_the_plan_refuses_is_not_found_again() -> None:
+    """Sliding attention is not shared by context-parallel ranks, which are tried for long rows."""
+    sliding = LLAMA_7B.replace("llama", "mistral").replace("}", ", sliding_window: 4096}")
+    models = (f"models.{role}.init={sliding}" for role in ("actor", "reward"))
+    advice = advise_operators(
+        large_spec(TRANSFORMERS, *models, "data.max_response_tokens=8000", "algorithm.prompts_per_step=64"),
+        AnalyticCosts(),
+        None,
+        2.0,
+    )
+    assert {model.layout.cp for model in advice.plan.placement.models} == {1}
+
+
+@pytest.mark.full
+def test_what_overflows_in_the_plan_alone_is_not_written(tmp_path: Path) -> None:
+    """A search counts neither loading nor resuming, for which a rank with several copies may need most."""
+    output = tmp_path / "found.yaml"
+    models = ["--model", "llama-3-70b", "--critic", "llama-3-8b", "--engine", "megatron"]
+    devices = ["--gpus", "64", "--gpu-type", "H100-80G"]
+    app(["advise", *models, *devices, "--per-operator", "-o", str(output)], standalone_mode=False)
+    plan = make_plan(load_spec(output))
+    assert all(memory.peak_bytes <= (plan.device_bytes(memory.rank) or 0) for memory in plan.memories)
+
+
 def test_a_hybrid_engine_is_refused() -> None:
     with pytest.raises(UserError, match=r"rollout.engine: torch generates on the ranks that train the actor, so its"):
         advise_operators(large_spec("rollout.engine=torch"), AnalyticCosts())
 
 
 def test_models_that_fit_nowhere_are_refused() -> None:
-    with pytest.raises(UserError, match="no placement of these operators fits the devices"):
+    with pytest.raises(UserError, match="no placement of these operators fits the devices; use more devices or larger"):
         advise_operators(large_spec("cluster={nodes: [{devices: 1, class: V100-32G}]}"), AnalyticCosts())
+    recomputing = (f"models.{role}.activation_checkpointing" for role in ("actor", "critic"))
+    small = (*(f"{key}=false" for key in recomputing), "cluster={nodes: [{devices: 8, class: A100-40G}]}")
+    with pytest.raises(UserError, match="one does with models.actor.activation_checkpointing: true, models.critic.act"):
+        advise_operators(large_spec(*small), AnalyticCosts(), None, 2.0)
 
 
 def test_the_written_yaml_gives_the_placement_that_was_found(

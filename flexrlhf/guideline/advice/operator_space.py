@@ -3,24 +3,27 @@
 Every model call of a step is a part of the search problem, with a mesh, degrees and a ZeRO stage of its own. The copy
 that trains keeps its memory; a further one takes it while its call runs, and is filled by a Sync unless it is the copy
 that trains. A copy that two calls could share is counted for each of them, so memory is never counted too low. Batch
-sizes and recomputation are as in the YAML. With ``schedule.lag`` or ``sync.every`` further copies of trained models are
+sizes and recomputation are as in the YAML. A placement that is found is planned; one that the plan rejects is searched
+again without what was rejected. With ``schedule.lag`` or ``sync.every`` further copies of trained models are
 shadows, which keep their memory, on devices that train nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 
 from flexrlhf.config.engines import FULL_ENGINES, facts_of
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import OperatorPlacement, PlacementMap
 from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.errors import UserError, shown
+from flexrlhf.guideline.advice.advise import LEAST_SHARE, PROPOSALS
+from flexrlhf.guideline.advice.candidates import Candidate, RejectedCandidate, check
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.sketch import PlacedCall, SearchModel, Sketch, name_of
-from flexrlhf.guideline.advice.space import GAP, Space, make_space
+from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import (
@@ -37,13 +40,13 @@ from flexrlhf.guideline.search.problem import (
 )
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.guideline.simulation.simulate import Simulation, simulate
+from flexrlhf.guideline.simulation.simulate import Simulation
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ROLLOUT, SHADOW, ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.placement.routes import Relation
-from flexrlhf.plan.pipeline import make_plan, placeable_graph
+from flexrlhf.plan.pipeline import placeable_graph
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
 
@@ -128,7 +131,12 @@ class OperatorSketch(Sketch):
 
 @dataclass(frozen=True)
 class OperatorSpace(Space):
-    """Placements of the operators of ``spec``, in one chunk."""
+    """Placements of the operators of ``spec``, in one chunk.
+
+    variants:  (engine, ZeRO stage) → enumerator of the options of models with them, filled on use.
+    """
+
+    variants: dict[tuple[str, int | None], OptionEnumerator] = field(default_factory=dict, compare=False)
 
     @cached_property
     def sketch(self) -> OperatorSketch:
@@ -176,9 +184,10 @@ class OperatorSpace(Space):
         if len(shape.kinds) > 1:
             return ()
         model, mesh = self._models_by_part[part], self._mesh(shape)
-        options = [each for variant in self._variants_of(part) for each in variant.options(model, mesh)]
+        found = (each for variant in self._variants_of(part) for each in variant.options(model, mesh))
+        options = self.allowed(part, tuple(found))
         if part == self.sketch.own_part(model.role) or self.sketch.is_kept(part):
-            return tuple(options)
+            return options
         return tuple(replace(each, resting=0.0, active=each.resting + each.active) for each in options)
 
     def _variants_of(self, part: str) -> Iterator[OptionEnumerator]:
@@ -198,17 +207,12 @@ class OperatorSpace(Space):
 
     def _variant(self, engine: str, zero: int | None) -> OptionEnumerator:
         """Return an enumerator of models on ``engine``. ``zero``: their stage; None: it is open."""
-        if (engine, zero) not in self._variants:
+        if (engine, zero) not in self.variants:
             changes = {} if zero is None else {"zero": zero}
             models = {role: _on_engine(self.spec.models.of(role), engine, changes) for role in self.roles.all}
             spec = self.spec.with_models(models)
-            self._variants[engine, zero] = self.enumerator.of(spec)
-        return self._variants[engine, zero]
-
-    @cached_property
-    def _variants(self) -> dict[tuple[str, int | None], OptionEnumerator]:
-        """(engine, ZeRO stage) → its enumerator, filled on use."""
-        return {}
+            self.variants[engine, zero] = self.enumerator.of(spec)
+        return self.variants[engine, zero]
 
     def _calls(self) -> Iterator[SearchTask | SearchSync]:
         """Tasks and refills of copies in the order of the trainer's list."""
@@ -267,25 +271,37 @@ class OperatorSpace(Space):
 
 
 @dataclass(frozen=True)
+class OperatorCandidate(Candidate):
+    """A placement of each operator, which a plan may reject."""
+
+    @cached_property
+    def spec(self) -> Spec:
+        assert isinstance(self.space, OperatorSpace) and self.assignment is not None, "a placement of operators"
+        return self.space.spec_of(self.assignment)
+
+
+@dataclass(frozen=True)
 class OperatorAdvice:
     """Outcome of ``advise_operators``.
 
     spec:        with the placement that was found.
     result:      of the search.
-    plan:        of ``spec``.
-    simulation:  of ``plan``.
+    simulation:  of its plan.
     """
 
     spec: Spec
     result: SearchResult
-    plan: Plan
     simulation: Simulation
+
+    @property
+    def plan(self) -> Plan:
+        return self.simulation.plan
 
 
 def advise_operators(
     spec: Spec, costs: CostModel, lengths: TextLengths | None = None, seconds_limit: float = 60.0
 ) -> OperatorAdvice:
-    """Find the fastest placement of every operator of ``spec``, whose own placement is ignored.
+    """Find the fastest placement of every operator of ``spec``, whose own placement is ignored, that has a plan.
 
     Raises UserError for a hybrid engine, which has no place of its own, and where nothing fits.
     """
@@ -295,15 +311,44 @@ def advise_operators(
             f"no place of its own; use transformers or vllm"
         )
     space = make_operator_space(spec, costs, lengths)
-    result = search(space.problem, seconds_limit, GAP)
-    if not result.is_feasible:
-        raise UserError(
-            "no placement of these operators fits the devices; set models.ROLE.activation_checkpointing: true, fewer "
-            "micro_batch_tokens or fewer generate_tokens, or use more devices"
-        )
-    found = space.spec_of(result.assignment)
-    plan = make_plan(found)
-    return OperatorAdvice(found, result, plan, simulate(plan, costs, space.lengths))
+    found = _planned(space, seconds_limit)
+    if isinstance(found, OperatorAdvice):
+        return found
+    raise UserError(f"no placement of these operators fits the devices{found}; {_help(space, seconds_limit)}")
+
+
+def _planned(space: OperatorSpace, seconds_limit: float) -> OperatorAdvice | str:
+    """Return the fastest placement that has a plan, or why the last one that was found has none; nothing: none was."""
+    left, reason = seconds_limit, ""
+    for _ in range(PROPOSALS):
+        result = search(space.problem, max(left, LEAST_SHARE * seconds_limit), GAP)
+        if not result.is_feasible or not is_allowed(result.seconds):
+            break
+        left -= result.work
+        checked = check(OperatorCandidate("search", "operators", space, result.assignment))
+        if not isinstance(checked, RejectedCandidate):
+            return OperatorAdvice(checked.candidate.spec, result, checked.simulation)
+        space, reason = replace(space, limits=checked.limits), f" ({checked.reason})"
+    return reason
+
+
+def _help(space: OperatorSpace, seconds_limit: float) -> str:
+    """Return the end of a refusal: settings of models with which a placement fits, if any do."""
+    row = space.spec.data.max_prompt_tokens + space.spec.data.max_response_tokens
+    checkpointing = ("activation_checkpointing", True, space.roles.trained)
+    smallest = tuple((name, row, space.roles.all) for name in ("micro_batch_tokens", "generate_tokens"))
+    for settings in ((checkpointing,), (checkpointing, *smallest)):
+        models, names = dict(space.spec.models), list[str]()
+        for name, value, roles in settings:
+            for role in roles:
+                model = models[role]
+                assert model is not None, f"{role} is resolved"
+                models[role] = model.model_copy(update={name: value})
+            names += [f"models.{role}.{name}: {shown(value)}" for role in roles]
+        changed = make_operator_space(space.spec.with_models(models), space.costs, space.lengths)
+        if isinstance(_planned(changed, LEAST_SHARE * seconds_limit), OperatorAdvice):
+            return f"one does with {', '.join(names)}"
+    return "use more devices or larger ones"
 
 
 def make_operator_space(spec: Spec, costs: CostModel, lengths: TextLengths | None) -> OperatorSpace:
