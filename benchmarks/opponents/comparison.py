@@ -55,12 +55,13 @@ class Comparison:
         began = process_time()
         advice = advise(spec, source.costs, lengths, SECONDS, 0.0, max_lag=options.max_lag)
         record: Record = {"name": self.case.name, "command": self.case.command, "search": process_time() - began}
-        self.path("txt").write_text(format_advice(advice, source) if advice.feasible else advice.refusal)
-        record["cpu"] = process_time() - began
         seconds = PlannedSeconds(source.costs, lengths, max(spec.schedule.lag, options.max_lag or 0))
-        if not advice.feasible:
-            return record | self._refused(spec, seconds, advice.refusal)
-        best = advice.best
+        try:
+            best = advice.best
+            self.path("txt").write_text(format_advice(advice, source))
+        except UserError as error:
+            return record | {"cpu": process_time() - began} | self._refused(spec, seconds, str(error))
+        record["cpu"] = process_time() - began
         if best.lag > seconds.lag:
             reason = f"a placement with lag {best.lag}, without leave, of {best.seconds:.5g} s"
             return record | self._refused(spec, seconds, reason)
