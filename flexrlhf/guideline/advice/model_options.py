@@ -250,7 +250,8 @@ class OptionEnumerator:
         changes = [
             change for change in self._passes(model, plain) if self._is_allowed(model, mesh, _with(plain, change))
         ]
-        least = min((tokens for change in changes if (tokens := change.get("micro_batch_tokens"))), default=None)
+        passes = (change.get("micro_batch_tokens") for change in changes)
+        least = min((tokens for tokens in passes if isinstance(tokens, int)), default=None)
         leanest = max((each for each in changes if each.get("micro_batch_tokens") == least), key=len, default={})
         yield _with(plain, {**leanest, **self._decodes(model, plain)[0]})
 

@@ -228,8 +228,8 @@ class Sketch:
         for name in self.names:
             switches = self.switches(name) if name in offloaded else ()
             trained, head = name in self.roles.trained, self.head(name)
-            own = tuple(calls[name]), head, name in travelling, switches, is_lean, partners.get(name)
-            yield SearchModel(name, trained, *own)
+            own = tuple(calls[name]), head, name in travelling, switches, is_lean
+            yield SearchModel(name, trained, *own, partner=partners.get(name))
 
     def last_training(self, model: ModelName) -> str:
         """Return the task that ends the training of ``model``."""
