@@ -247,13 +247,12 @@ class OptionEnumerator:
 
     def _leanest(self, model: SearchModel, mesh: UniformMesh, plain: PlacedModel) -> Iterator[PlacedModel]:
         """``plain``, which fits no device, with the settings of passes and decoding that need least memory."""
-        changes = [
-            change for change in self._passes(model, plain) if self._is_allowed(model, mesh, _with(plain, change))
-        ]
-        passes = (change.get("micro_batch_tokens") for change in changes)
-        least = min((tokens for tokens in passes if isinstance(tokens, int)), default=None)
-        leanest = max((each for each in changes if each.get("micro_batch_tokens") == least), key=len, default={})
-        yield _with(plain, {**leanest, **self._decodes(model, plain)[0]})
+        tried = (_with(plain, change) for change in self._passes(model, plain))
+        placed = [each for each in tried if self._is_allowed(model, mesh, each)]
+        least = min(each.settings.micro_batch_tokens for each in placed)
+        # those with which passes need less come later
+        leanest = [each for each in placed if each.settings.micro_batch_tokens == least][-1]
+        yield _with(leanest, self._decodes(model, plain)[0])
 
     def _base(self, model: SearchModel, mesh: UniformMesh) -> ModelSpec:
         """Return the settings of the model's role on the devices of ``mesh``."""
