@@ -182,7 +182,7 @@ class Sizing:
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the state of ``model`` on ``rank``; None before an unknown architecture is loaded."""
         shape, reuse = self.shapes.get(model.role), self.reuse(model, rank)
-        key = model.name, position_of(model, rank), id(reuse)
+        key = model.name, position_of(model, rank), None if reuse is None else id(reuse)
         if key not in self._states:
             state = None if shape is None else model_state(model, shape, rank)
             if state is not None and shape is not None and self.on_gpus and model.has_cache:
@@ -231,8 +231,30 @@ class Sizing:
                 return crossing, *(position_of(each, rank) if rank in each.layout.places else None for each in models)
         return rank
 
+    def take_over(self, other: Sizing) -> None:
+        """Take the states and calls that ``other`` has computed of models that are the same here."""
+        if any(getattr(self, name) != getattr(other, name) for name in ("texts", "own_texts", "slots", "on_gpus")):
+            return
+        same = {
+            model.name
+            for model in self.placement.models
+            if model.name in other.placement
+            and model == other.placement[model.name]
+            and self.shapes.get(model.role) == other.shapes.get(model.role)
+        }
+        computed = other._phases.items()
+        self._phases.update(
+            {
+                (work, where): found
+                for (work, where), found in computed
+                if isinstance(work, Compute) and work.model in same
+            }
+        )
+        # but for states of copies that reuse weights, which depend on their sources
+        self._states.update({key: state for key, state in other._states.items() if key[0] in same and key[2] is None})
+
     @cached_property
-    def _states(self) -> dict[object, State | None]:
+    def _states(self) -> dict[tuple[ModelName, object, int | None], State | None]:
         """States computed so far, by model and position: a schedule needs the same ones many times."""
         return {}
 
@@ -241,7 +263,7 @@ class Sizing:
         return {}
 
     @cached_property
-    def _phases(self) -> dict[object, tuple[Phase, ...]]:
+    def _phases(self) -> dict[tuple[Work, object], tuple[Phase, ...]]:
         return {}
 
     def _phases_of(self, work: Work, rank: int) -> tuple[Phase, ...]:

@@ -316,7 +316,7 @@ class BatchShape:
         sizes = (min(self.num_blocks, len(self.numbers(mini_batch))) for mini_batch in self.mini_batches)
         return sum(map(len, parts)) == sum(sizes)
 
-    @property
+    @cached_property
     def block_rows(self) -> int:
         """Most rows of a block."""
         largest = max(-(-len(self.numbers(m)) // self.num_blocks) for m in self.mini_batches)

@@ -84,10 +84,17 @@ def longest_text(plan: Plan) -> LongestText | None:
     if sizes is None:
         return None
 
+    ranks, kept = list(sizes), _num_kept(plan)
+
     def fits(response: int) -> bool:
-        longer, kept = replace(plan, lengths=replace(plan.lengths, response=response)), _num_kept(plan)
-        memories = (longer.memory_of(rank, longer.batch, longer.row_bytes(rank, kept)) for rank in sizes)
-        return all(memory.peak_bytes <= sizes[memory.rank] for memory in memories)
+        longer = replace(plan, lengths=replace(plan.lengths, response=response))
+        for rank in ranks:
+            memory = longer.memory_of(rank, longer.batch, plan.row_bytes(rank, kept, longer.lengths))
+            if memory.peak_bytes > sizes[rank]:
+                # it is likely to lack memory for other lengths, too
+                ranks.insert(0, ranks.pop(ranks.index(rank)))
+                return False
+        return True
 
     total, limit = min(_token_limits(plan))
     most = total - plan.lengths.prompt

@@ -17,6 +17,7 @@ from flexrlhf.config.output_settings import Switches
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
+from flexrlhf.memory.budget import Sizing
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.groups import Group, compute_groups
@@ -136,8 +137,13 @@ def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacl
     return ResolvedSpec(with_parity_limits(spec), graph, cluster, choice)
 
 
-def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, ModelShape]) -> Plan:
-    """Return the plan of ``resolved`` under ``placement``. Raises UserError if strategy or engines refuse it."""
+def plan_on(
+    resolved: ResolvedSpec, placement: Placement, shapes: dict[str, ModelShape], known: Sizing | None = None
+) -> Plan:
+    """Return the plan of ``resolved`` under ``placement``. Raises UserError if strategy or engines refuse it.
+
+    ``known``: sizes of another plan, of which those of models that are the same are taken over.
+    """
     spec = resolved.spec
     strategy = choose_strategy(spec, placement)
     graph = run_graph(resolved.graph, spec, placement)
@@ -161,6 +167,8 @@ def plan_on(resolved: ResolvedSpec, placement: Placement, shapes: dict[str, Mode
         groups=tuple(_groups(placement, instructions, spec.debug)),
         choice=resolved.choice,
     )
+    if known is not None:
+        plan.sizing.take_over(known)
     return with_residency(plan)
 
 

@@ -25,7 +25,7 @@ from flexrlhf.strategies.instructions import Move, Offload, Run, Sync
 from flexrlhf.strategies.residency import DeviceMemory, with_residency
 from flexrlhf.strategies.schedule import Schedule, checkpointed_models, later_chunks
 from flexrlhf.strategies.syncs import copies_that_reuse
-from flexrlhf.strategies.workload import first_alike, rows_in_flight_bytes, workload
+from flexrlhf.strategies.workload import StoredColumns, first_alike, stored_columns, workload
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.sync_plan import sync_bytes, sync_links
 
@@ -246,10 +246,19 @@ class Plan:
         has_turns = any(operator.turns for operator in self.graph.operators)
         return self.row_bytes(rank, self.num_steps_kept + has_turns)
 
-    def row_bytes(self, rank: int, num_kept: int) -> int:
-        """Return the bytes on ``rank`` of the columns of ``num_kept`` batches."""
-        instructions, inputs = self.schedule.instructions, self.graph.inputs
-        return rows_in_flight_bytes(instructions, self.batch, self.lengths, inputs, rank, num_kept)
+    def row_bytes(self, rank: int, num_kept: int, lengths: Lengths | None = None) -> int:
+        """Return the bytes on ``rank`` of the columns of ``num_kept`` batches. ``lengths``: in place of the plan's."""
+        if not num_kept:
+            return 0
+        if rank not in self._columns:
+            instructions, inputs = self.schedule.instructions, self.graph.inputs
+            self._columns[rank] = stored_columns(instructions, self.batch, inputs, rank)
+        return self.batch.samples_per_prompt * self._columns[rank].row_bytes(lengths or self.lengths, num_kept)
+
+    @cached_property
+    def _columns(self) -> dict[int, StoredColumns]:
+        """Columns of the ranks that were computed so far."""
+        return {}
 
     @property
     def checkpointed(self) -> tuple[PlacedModel, ...]:
@@ -270,6 +279,12 @@ class Plan:
         read = {model.name for model in models if model.trained}.union(model.name for model in self.checkpointed)
         loaded = [model.name for model in self.loaded_on(rank)]
         return Start(loaded, frozenset(away), movable, frozenset(kept), frozenset(read))
+
+    @cached_property
+    def tried_peaks(self) -> dict[object, int | None]:
+        """Peaks of ranks with changes of settings that were tried; None if they are refused. The suggestions of a
+        command's choice, its text and its check are the same ones."""
+        return {}
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:

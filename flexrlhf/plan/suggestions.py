@@ -130,12 +130,19 @@ class _Trials:
     def with_each(self, trials: Iterable[Changes]) -> Iterator[MemorySuggestion]:
         """Yield the trials that engines and devices allow."""
         for changes in trials:
-            try:
-                after = replanned(self._plan, self._graph, changes).memory(self._rank)
-            except UserError:
-                continue
-            freed = self.peak - after.peak_bytes
-            yield MemorySuggestion(changes, freed, freed >= self.lacking)
+            key = self._rank, changes
+            if key not in self._plan.tried_peaks:
+                self._plan.tried_peaks[key] = self._peak(changes)
+            peak = self._plan.tried_peaks[key]
+            if peak is not None:
+                freed = self.peak - peak
+                yield MemorySuggestion(changes, freed, freed >= self.lacking)
+
+    def _peak(self, changes: Changes) -> int | None:
+        try:
+            return replanned(self._plan, self._graph, changes).memory(self._rank).peak_bytes
+        except UserError:
+            return None
 
 
 def _combined(trials: _Trials, found: Iterable[MemorySuggestion], most: int) -> list[MemorySuggestion]:
@@ -206,7 +213,7 @@ def replanned(plan: Plan, graph: Graph, changes: Changes) -> Plan:
             role = change.setting.split(".")[1]
             shapes[role] = with_adapters(role, shapes[role], change.value)
     resolved = ResolvedSpec(changed_spec(unsized_spec(plan), changes), graph, plan.cluster)
-    return plan_on(resolved, resolved.place(), shapes)
+    return plan_on(resolved, resolved.place(), shapes, plan.sizing)
 
 
 def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from flexrlhf.memory.budget import Compute, Copying, Releasing, Saving, Work
 from flexrlhf.memory.transfer_bytes import WeightSync
@@ -95,22 +95,26 @@ def _largest_call(run: Run, batch: BatchShape, rank: int) -> int:
     return batch.samples_per_prompt * max(batch.num_prompts_on(run.layout, rank, call, run.attempt) for call in calls)
 
 
-def rows_in_flight_bytes(
-    instructions: Sequence[Instruction],
-    batch: BatchShape,
-    lengths: Lengths,
-    inputs: Collection[str],
-    rank: int,
-    num_kept: int,
-) -> int:
-    """Return the bytes of the columns of ``num_kept`` batches on ``rank``.
+@dataclass(frozen=True)
+class StoredColumns:
+    """Columns of one batch on a rank: prompts by column, and the columns that most steps do not have."""
 
-    inputs:    columns that come from the data set.
-    num_kept:  one of them may have rare columns.
-    """
+    prompts: Mapping[str, int]
+    rare: frozenset[str]
+
+    def row_bytes(self, lengths: Lengths, num_kept: int) -> int:
+        """Return the bytes of a sample of each prompt in ``num_kept`` batches, of which one may have rare columns."""
+        sizes = {column: number * lengths.row_bytes(column) for column, number in self.prompts.items()}
+        return sum((1 if column in self.rare else num_kept) * size for column, size in sizes.items())
+
+
+def stored_columns(
+    instructions: Sequence[Instruction], batch: BatchShape, inputs: Collection[str], rank: int
+) -> StoredColumns:
+    """Return the columns of one batch on ``rank``. ``inputs``: columns that come from the data set."""
     stored: dict[str, set[int]] = defaultdict(set)
     rare: set[str] = set()
-    for each in instructions if num_kept else ():
+    for each in instructions:
         if isinstance(each, Run) and rank in each.ranks:
             prompts = batch.prompts_on(each.layout, rank, each.mini_batches, each.attempt)
             outcomes = (FINAL_OUTCOME,) if each.operator.kind == "train" else ()
@@ -121,9 +125,7 @@ def rows_in_flight_bytes(
             for transfer in each.transfers:
                 if transfer.destination == rank:
                     stored[transfer.column].update(transfer.prompts)
-    sizes = {column: len(prompts) * lengths.row_bytes(column) for column, prompts in stored.items()}
-    times = {column: 1 if column in rare else num_kept for column in sizes}
-    return batch.samples_per_prompt * sum(times[column] * size for column, size in sizes.items())
+    return StoredColumns({column: len(prompts) for column, prompts in stored.items()}, frozenset(rare))
 
 
 def _absent_at_start(instructions: Sequence[Instruction]) -> frozenset[ModelName]:

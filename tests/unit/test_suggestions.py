@@ -141,6 +141,21 @@ def test_models_that_need_alike_are_changed_together() -> None:
     assert found[both] > found.get("models.actor.activation_checkpointing=true", 0)
 
 
+def test_changes_are_tried_once_for_all_reports_of_a_plan() -> None:
+    plan = large(None, 2)
+    first = memory_suggestions(plan, 0)
+    assert first and len(plan.tried_peaks) >= len(first)
+    plan.tried_peaks.update({key: peak and peak - 10**6 for key, peak in plan.tried_peaks.items()})
+    again = {each.change: each.freed for each in memory_suggestions(plan, 0)}
+    assert all(again[each.change] == each.freed + 10**6 for each in first)
+
+
+def test_128_alike_ranks_are_sized_once() -> None:
+    plan = large([1, 1, 0.5, 0.5], 128)
+    # each half, and the rank that writes files
+    assert len({id(memory.states) for memory in plan.memories}) == 3
+
+
 def test_the_tightest_rank_lacks_most() -> None:
     plan = large([0.5] * 6, 4)
     assert tightest_rank(plan) in plan.placement["actor"].ranks
