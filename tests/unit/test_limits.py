@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.advise import UNPLANNED, advise
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
 from flexrlhf.guideline.advice.choice import is_full
 from flexrlhf.guideline.advice.limits import SpaceLimits
@@ -88,3 +88,14 @@ def test_memory_stays_free_unless_nothing_else_fits() -> None:
     full = replace(found.best, share=0.99, seconds=found.best.seconds / 2)
     assert replace(found, feasible=(full, *found.feasible)).best is found.best
     assert replace(found, feasible=(full,)).best is full
+
+
+def test_of_many_devices_placements_that_may_be_the_fastest_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AdviceOptions(model="qwen2.5-1.5b", gpus=4).spec(None, GRPO)
+    whole = advise(spec, AnalyticCosts(), seconds_limit=0.5, margin=0.0, max_lag=0)
+    monkeypatch.setattr("flexrlhf.guideline.advice.advise.PLANS_SECONDS", 0.0)
+    found = advise(spec, AnalyticCosts(), seconds_limit=0.5, margin=0.0, max_lag=0)
+    left_out = [float(item.reason.split()[0]) for item in found.rejected if item.reason.endswith(UNPLANNED)]
+    assert left_out and len(found.feasible) + len(left_out) >= len(whole.feasible) > len(found.feasible)
+    # a search counts two transfers for each use of an offloaded model, and a plan as many or fewer
+    assert whole.best.seconds <= found.best.seconds <= min(left_out)

@@ -42,6 +42,7 @@ from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.branch_and_bound import search
+from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for
@@ -62,6 +63,10 @@ USUAL_SECONDS = 4.0
 """Most work of the search for the settings of a usual placement."""
 PROPOSALS = 6
 """Times that a method proposes a placement, each without what plans have rejected of the ones before."""
+PLANS_SECONDS = 10.0
+"""Work of plans after which only those are made that may be the fastest."""
+UNPLANNED = "not planned, since another is faster"
+"""Why a placement is left out, of so many devices that few can be planned."""
 PLAN_SECONDS, DEVICE_SECONDS = 0.02, 0.001
 """Work of a plan and of its simulation, and in addition for each device, in seconds of an ordinary core."""
 NEEDS_SHADOWS = "has no shadow models, which lag, rare syncs or the strategy of the YAML need"
@@ -87,6 +92,7 @@ class PlacementComparison:
         self.searches: dict[str, SearchResult] = {}
         self._refused: tuple[RefusedSettings, ...] = ()
         self._seconds_limit = self._seconds_left = seconds_limit
+        self._plan_seconds = 0.0
 
     def search(self, label: str, space: Space, seeds: Sequence[Assignment] = ()) -> bool:
         """Add the fastest placement of ``space`` that has a plan. Returns whether there is one."""
@@ -152,10 +158,10 @@ class PlacementComparison:
                     return self._accept(checked)
                 full = full or checked
             else:
-                is_last = candidate.assignment is None
+                is_last = checked.candidate.assignment is None
                 self._reject(checked if is_last else replace(checked, is_again=True))
                 if is_last:
-                    break
+                    return checked.reason.endswith(UNPLANNED) or (full is not None and self._accept(full))
             limits = checked.limits
             self._refused = limits.refused
         return full is not None and self._accept(full)
@@ -181,7 +187,13 @@ class PlacementComparison:
         known = next((each for each in alike if each.candidate.spec == candidate.spec), None)
         if known is not None:
             return replace(known, candidate=candidate)
-        self._seconds_left -= PLAN_SECONDS + DEVICE_SECONDS * candidate.space.pool.num_devices
+        if self._plan_seconds > PLANS_SECONDS and self.feasible:
+            seconds = evaluate(candidate.space.problem, candidate.assignment)
+            if seconds > min(item.seconds for item in self.feasible):
+                return RejectedCandidate(
+                    replace(candidate, assignment=None), f"{seconds:.2f} s by a search; {UNPLANNED}"
+                )
+        self._plan_seconds += PLAN_SECONDS + DEVICE_SECONDS * candidate.space.pool.num_devices
         return check(candidate)
 
     @property
