@@ -1078,7 +1078,8 @@ def test_larger_batches_are_shown_with_what_they_gain(on_four_nodes: Advice) -> 
     alike = (item for item in on_four_nodes.comparable if ratios_of(item.candidate) == ratios_of(found.best.candidate))
     same = min(item.seconds for item in alike)
     assert gained.seconds == pytest.approx(same, rel=0.05)
-    assert lines[-1].split()[:6] == ["1024", "prompts", "a", "step", "in", "place"]
+    # 1.84 samples/s with 1024 prompts, 2.00 with 2048
+    assert lines[-1].split()[:6] == ["2048", "prompts", "a", "step", "in", "place"]
 
     # at the settings that it has, as planned and simulated
     (largest,) = largest_tried([found.best])

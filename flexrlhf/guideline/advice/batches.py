@@ -10,6 +10,7 @@ from flexrlhf.config.spec import MAX_ROWS
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
 from flexrlhf.guideline.advice.proposals import choose_settings, in_space
+from flexrlhf.guideline.advice.refinement import refined
 from flexrlhf.guideline.advice.space import Space, make_space
 from flexrlhf.plan.largest_batch import LargestBatch, largest_batch, with_prompts
 
@@ -103,7 +104,7 @@ def _with_prompts(item: FeasibleCandidate, prompts: int) -> FeasibleCandidate | 
     chosen = choose_settings(larger, {each.part: tuple(range(each.start, each.start + each.size)) for each in meshes})
     if isinstance(chosen, str):
         return None
-    found = check(Candidate(candidate.method, candidate.name, larger, chosen))
+    found = check(Candidate(candidate.method, candidate.name, larger, refined(larger, chosen)))
     return found if isinstance(found, FeasibleCandidate) else None
 
 
