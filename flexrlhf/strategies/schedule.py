@@ -379,7 +379,7 @@ class Builder:
 
 @dataclass(frozen=True)
 class _Emission:
-    """What a builder emits instructions for, equal to any with the same tasks on the same ranks.
+    """Input of a builder, equal to any with the same tasks on the same ranks.
 
     places:  copy of each task's operator, its ranks, and the layout of the rows.
     """

@@ -185,7 +185,7 @@ class OperatorSpace(Space):
             return ()
         model, mesh = self._models_by_part[part], self._mesh(shape)
         found = (each for variant in self._variants_of(part) for each in variant.options(model, mesh))
-        options = self.allowed(part, tuple(found))
+        options = self.allowed(part, tuple(each for each in found if lies_in_nodes(each, model, shape)))
         if part == self.sketch.own_part(model.role) or self.sketch.is_kept(part):
             return options
         return tuple(replace(each, resting=0.0, active=each.resting + each.active) for each in options)

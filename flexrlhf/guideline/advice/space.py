@@ -201,7 +201,7 @@ class Space:
             return ()
         mesh = self._mesh(shape)
         options = self.allowed(model.name, self.enumerator.options(model, mesh))
-        options = tuple(option for option in options if _lies_in_nodes(option, model, shape))
+        options = tuple(option for option in options if lies_in_nodes(option, model, shape))
         more = self._bytes_of_source(model, mesh)
         if not (more or self._steps_kept):
             return options
@@ -376,7 +376,7 @@ def _of_rows(side: MeshSide) -> MeshSide:
     return replace(side, zero=0, shards=1, ep=1)
 
 
-def _lies_in_nodes(option: Option, model: SearchModel, shape: MeshShape) -> bool:
+def lies_in_nodes(option: Option, model: SearchModel, shape: MeshShape) -> bool:
     """Whether groups that exchange activations are on one node each, or have all devices of theirs where they may, and
     ZeRO shards over equally many replicas of each node where it shards in nodes."""
     if not shape.spans_nodes:
