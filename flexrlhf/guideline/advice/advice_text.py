@@ -98,7 +98,7 @@ def _head(advice: Advice, source: CostSource) -> str:
 def _with_lag(advice: Advice) -> str:
     """Return a line on the fastest placement with a lag, if it is faster and may not be chosen."""
     item, best = advice.lagging, advice.best
-    if item is None:
+    if item is None or advice.may_lag:
         return ""
     return (
         f"\nwith lag {item.lag}, on batches that many steps old, {item.seconds:.2f} s in place of {best.seconds:.2f}: "
