@@ -180,6 +180,14 @@ def test_models_that_fit_nowhere_are_refused() -> None:
         advise_operators(large_spec(*small), AnalyticCosts(), None, 2.0)
 
 
+def test_recomputation_is_searched_where_the_yaml_leaves_it_open() -> None:
+    """Without it nothing fits."""
+    settings = (each for each in SETTINGS if "checkpointing" not in each)
+    spec = spec_of(None, 8, *settings, "cluster={nodes: [{devices: 8, class: A100-40G}]}")
+    plan = advise_operators(spec, AnalyticCosts(), None, 2.0).plan
+    assert all(plan.placement[role].settings.activation_checkpointing for role in ("actor", "critic"))
+
+
 def test_the_written_yaml_gives_the_placement_that_was_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,14 +3,14 @@
 Every model call of a step is a part of the search problem, with a mesh, degrees and a ZeRO stage of its own. The copy
 that trains keeps its memory; a further one takes it while its call runs, and is filled by a Sync unless it is the copy
 that trains. A copy that two calls could share is counted for each of them, so memory is never counted too low. Batch
-sizes and recomputation are as in the YAML. A placement that is found is planned; one that the plan rejects is searched
-again without what was rejected. With ``schedule.lag`` or ``sync.every`` further copies of trained models are
-shadows, which keep their memory, on devices that train nothing.
+sizes are as in the YAML; recomputation, which concerns the one training of a role, is searched. A placement that is
+found is planned; one that the plan rejects is searched again without what was rejected. With ``schedule.lag`` or
+``sync.every`` further copies of trained models are shadows, which keep their memory, on devices that train nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 
@@ -50,7 +50,7 @@ from flexrlhf.plan.pipeline import placeable_graph
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
 
-SHARED_SETTINGS = ("micro_batch_tokens", "generate_tokens", "activation_checkpointing", "offload_optimizer")
+SHARED_SETTINGS = ("micro_batch_tokens", "generate_tokens", "offload_optimizer")
 """Settings of a role that its operators share."""
 
 
@@ -248,7 +248,18 @@ class OperatorSpace(Space):
             if self.sketch.is_of_rollout(choice.part) and isinstance(choice.option.settings, ModelSpec)
         ]
         rollout = self.spec.rollout.model_copy(update={"kv_tokens": min(caches)}) if caches else self.spec.rollout
-        return self.spec.model_copy(update={"placement": placement, "rollout": rollout})
+        spec = self.spec.with_models(dict(self._recomputing(assignment)))
+        return spec.model_copy(update={"placement": placement, "rollout": rollout})
+
+    def _recomputing(self, assignment: Assignment) -> Iterator[tuple[str, ModelSpec]]:
+        """Yield the settings of trained models by role, with the recomputation that was chosen for their training."""
+        for choice in assignment:
+            operator, chosen = self.placed_operators[choice.part], choice.option.settings
+            model = self.spec.models.of(operator.role)
+            assert isinstance(chosen, ModelSpec) and model is not None, "options of a Space have settings"
+            if operator.kind == "train":
+                changes = {"activation_checkpointing": chosen.activation_checkpointing}
+                yield operator.role, model.model_copy(update=changes)
 
     def _entry(self, choice: Choice) -> OperatorPlacement:
         settings, model = choice.option.settings, self.spec.models.of(self.placed_operators[choice.part].role)
@@ -335,20 +346,30 @@ def _planned(space: OperatorSpace, seconds_limit: float) -> OperatorAdvice | str
 def _help(space: OperatorSpace, seconds_limit: float) -> str:
     """Return the end of a refusal: settings of models with which a placement fits, if any do."""
     row = space.spec.data.max_prompt_tokens + space.spec.data.max_response_tokens
-    checkpointing = ("activation_checkpointing", True, space.roles.trained)
-    smallest = tuple((name, row, space.roles.all) for name in ("micro_batch_tokens", "generate_tokens"))
-    for settings in ((checkpointing,), (checkpointing, *smallest)):
-        models, names = dict(space.spec.models), list[str]()
-        for name, value, roles in settings:
-            for role in roles:
-                model = models[role]
-                assert model is not None, f"{role} is resolved"
-                models[role] = model.model_copy(update={name: value})
-            names += [f"models.{role}.{name}: {shown(value)}" for role in roles]
+    checkpointing = list(_changed_models(space, "activation_checkpointing", True, space.roles.trained))
+    sizes = ("micro_batch_tokens", "generate_tokens")
+    smallest = [change for name in sizes for change in _changed_models(space, name, row, space.roles.all)]
+    for changes in filter(None, (checkpointing, smallest and [*checkpointing, *smallest])):
+        models = dict(space.spec.models)
+        for role, name, value in changes:
+            model = models[role]
+            assert model is not None, f"{role} is resolved"
+            models[role] = model.model_copy(update={name: value})
         changed = make_operator_space(space.spec.with_models(models), space.costs, space.lengths)
         if isinstance(_planned(changed, LEAST_SHARE * seconds_limit), OperatorAdvice):
+            names = (f"models.{role}.{name}: {shown(value)}" for role, name, value in changes)
             return f"one does with {', '.join(names)}"
     return "use more devices or larger ones"
+
+
+def _changed_models(
+    space: OperatorSpace, name: str, value: bool | int, roles: Iterable[str]
+) -> Iterator[tuple[str, str, bool | int]]:
+    """Yield (role, ``name``, ``value``) of each of ``roles`` that has another value, which the search keeps."""
+    for role in roles:
+        model = space.spec.models.of(role)
+        if model is not None and name in model.model_fields_set and getattr(model, name) != value:
+            yield role, name, value
 
 
 def make_operator_space(spec: Spec, costs: CostModel, lengths: TextLengths | None) -> OperatorSpace:
