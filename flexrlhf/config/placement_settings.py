@@ -152,8 +152,8 @@ Entry = Annotated[PlacementEntry, BeforeValidator(_entry, json_schema_input_type
 class OperatorPlacement(PlacementEntry):
     """Ranks of one operator, and settings in which it differs from its role; null: those of the role.
 
-    Where ``rollout.engine`` generates, an operator that generates has ``tp`` and ``pp`` alone, by default as in
-    ``rollout``.
+    Operators of a role that differ in ``micro_batch_tokens`` alone share a copy of it. Where ``rollout.engine``
+    generates, an operator that generates has ``tp`` and ``pp`` alone, by default as in ``rollout``.
     """
 
     engine: str | None = Field(None, description=either(MODEL_ENGINES))
@@ -163,6 +163,9 @@ class OperatorPlacement(PlacementEntry):
     pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
     cp: int | None = Field(None, ge=1, description="context-parallel ranks of a replica")
     ep: int | None = Field(None, ge=1, description="expert-parallel ranks, each with a part of the experts")
+    micro_batch_tokens: int | None = Field(
+        None, ge=1, description="computed tokens of one pass of this operator: more take memory, fewer take time"
+    )
     shadow: bool = Field(
         False,
         strict=True,
@@ -172,7 +175,7 @@ class OperatorPlacement(PlacementEntry):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that are given."""
+        """The settings of its copy that are given."""
         given = {name: getattr(self, name) for name in ("engine", "zero", "shard", "tp", "pp", "cp", "ep")}
         return {name: value for name, value in given.items() if value is not None}
 

@@ -41,6 +41,7 @@ class Batch:
     samples_per_prompt: rows of one prompt.
     blocks:             places of the prompts that are composed into passes together; empty: all of them.
     compares:           whether all sequences of a prompt are in one pass, because a loss compares them.
+    tokens:             computed tokens of a pass; None: as in the settings of the model.
     """
 
     columns: Mapping[str, Tensor]
@@ -48,6 +49,7 @@ class Batch:
     samples_per_prompt: int
     blocks: tuple[tuple[int, ...], ...] = ()
     compares: bool = False
+    tokens: int | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,7 +70,7 @@ class Batch:
     def select(self, part: slice | Tensor) -> Batch:
         """Return the rows of ``part``, a range or int64 places; as views of a range."""
         columns = {name: tensor[part] for name, tensor in self.columns.items()}
-        return Batch(columns, self.rows[part], self.samples_per_prompt, compares=self.compares)
+        return replace(self, columns=columns, rows=self.rows[part], blocks=())
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
         """Return the same rows with further ``columns``."""

@@ -104,7 +104,8 @@ class Decoding:
         routers: Routers | None = None,
     ) -> None:
         assert sampling.decode is not None or not sampling.stop, "stop strings are searched in decoded text"
-        self._model, self._batch, self._sampling, self._settings = model, batch, sampling, settings
+        self._model, self._batch, self._sampling = model, batch, sampling
+        self._settings = settings.within(batch.tokens)
         self._routers = routers
         self._shares = settings.shares and batch.samples_per_prompt > 1
         device = batch.rows.device

@@ -143,13 +143,13 @@ def _columns(width: int, like: Tensor) -> Tensor:
 
 
 def micro_batches(batch: Batch, settings: PassSettings) -> Iterator[MicroBatch]:
-    """Split each block of ``batch`` into passes of at most ``settings.budget`` computed tokens.
+    """Split each block of ``batch`` into passes of at most ``batch.tokens`` or ``settings.budget`` computed tokens.
 
     A micro-batch has at least one sequence, whatever its tokens; if the batch compares them, all samples of a prompt.
     """
     if not len(batch):
         return
-    texts = BatchTexts.of(batch, settings.lengths)
+    texts, settings = BatchTexts.of(batch, settings.lengths), settings.within(batch.tokens)
     for prompts in batch.blocks or (range(len(texts.same)),):
         yield from _composed(batch, prompts, texts, settings)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class PassSettings:
     slots: bool = False
     pins: bool = True
     graphs: bool = False
+
+    def within(self, budget: int | None) -> PassSettings:
+        """Return the settings of passes of so many computed tokens; None: as they are."""
+        return self if budget is None else replace(self, budget=budget)
 
 
 def pass_settings(

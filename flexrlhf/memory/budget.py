@@ -53,6 +53,7 @@ class Compute:
     texts:     sequences of a row, each in passes of its own.
     compares:  whether all sequences of a prompt are in one pass, because the loss compares them.
     block:     most rows that passes are composed of; None: all of them.
+    tokens:    computed tokens of a pass; None: as in the settings of the model.
     """
 
     kind: CallKind
@@ -62,6 +63,7 @@ class Compute:
     texts: int = 1
     compares: bool = False
     block: int | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -327,7 +329,7 @@ class Sizing:
 
     def pass_size(self, model: PlacedModel, work: Compute) -> PassSize:
         """Return bounds of the largest forward or training pass of ``work`` on ``model``."""
-        settings, texts = model.settings, self.texts_of(model.role)
+        settings, texts = model.with_passes(work.tokens).settings, self.texts_of(model.role)
         samples = work.samples or texts.samples_per_prompt
         packs = packs_texts(settings, self.shapes.get(model.role), texts.width)
         budget, shares = settings.micro_batch_tokens, shares_prompts(settings)
@@ -341,7 +343,7 @@ class Sizing:
         """Return the bytes of activations, logits and caches, and of tensors between pipeline stages."""
         if shape.sizes is None:
             return {"activations": None}
-        settings, texts = model.settings, self.texts_of(model.role)
+        settings, texts = model.with_passes(work.tokens).settings, self.texts_of(model.role)
         blocks = layers_on_rank(model, shape.sizes, rank)
         if work.kind == "generate":
             rows = texts.rows_decoded(model, work.rows and -(-work.rows // model.layout.cp))

@@ -1,7 +1,8 @@
 """Placement of each operator: ``placement.operators`` becomes placed models.
 
-Operators of a role with the same ranks and settings share a copy of its weights. The copy that trains is the role's own
-(the first one of a role that is not trained); every other one is called as its first operator, such as
+Operators of a role with the same ranks and settings, but for ``micro_batch_tokens``, share a copy of its weights. The
+copy that trains is the role's own (the first one of a role that is not trained); every other one is called as its
+first operator, such as
 ``actor.generate``. It is filled from the role's own copy before its first call in a step and freed after its last one
 (``strategies/syncs.py``): the parameter reallocation of ReaL (Mei et al. 2024). With ``shadow: true`` it keeps its
 weights instead and is synced after training, so that they may be older (``schedule.lag``, ``sync.every``). Where
@@ -68,7 +69,9 @@ def place_operators(spec: Spec, operators: Sequence[PlacedOperator], roles: Role
             copies |= dict.fromkeys(names, model.name)
     check_classes(models, request, cluster, is_vector=False)
     _check_processes(models)
-    return Placement(tuple(models), len(cluster.devices), (*warnings, *idle_warnings(models)), copies)
+    tokens = {name: entry.micro_batch_tokens for name, entry in entries.items() if entry.micro_batch_tokens is not None}
+    warnings = (*warnings, *idle_warnings(models))
+    return Placement(tuple(models), len(cluster.devices), warnings, copies, pass_tokens=tokens)
 
 
 def _copies(
@@ -165,12 +168,11 @@ def _check_rollout(operator: PlacedOperator, entry: OperatorPlacement, spec: Spe
         raise UserError(
             f"{section}.engine: {entry.engine} contradicts rollout.engine {rollout.engine}; remove one of them"
         )
-    for name in ("zero", "shard"):
+    reasons = dict.fromkeys(("zero", "shard"), f"{rollout.engine} is sharded by tp and pp alone")
+    reasons["micro_batch_tokens"] = f"{rollout.engine} composes its passes itself"
+    for name, reason in reasons.items():
         if getattr(entry, name) is not None:
-            raise UserError(
-                f"{section}.{name}: {rollout.engine} is sharded by tp and pp alone, found {getattr(entry, name)}; "
-                f"remove it"
-            )
+            raise UserError(f"{section}.{name}: {reason}, found {getattr(entry, name)}; remove it")
 
 
 def _check_shadows(

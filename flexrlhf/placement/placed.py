@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from types import MappingProxyType
@@ -157,6 +157,12 @@ class PlacedModel:
     def is_shadow(self) -> bool:
         return self.name.is_shadow or self.is_kept
 
+    def with_passes(self, tokens: int | None) -> PlacedModel:
+        """Return the model with so many computed tokens in a pass; None: as it is."""
+        if tokens is None:
+            return self
+        return replace(self, settings=self.settings.model_copy(update={"micro_batch_tokens": tokens}))
+
     @property
     def follows(self) -> bool:
         """Whether its weights come from another copy by Sync."""
@@ -221,6 +227,7 @@ class Placement:
     operators:  copy of each operator that has a placement of its own, by name.
     layouts:    layout of each operator whose rows a protocol splits over replicas, by name.
     reason:     why models are on the device classes that planning has chosen; empty if it chose none.
+    pass_tokens: computed tokens of a pass of each operator that has its own number, by name.
     """
 
     models: tuple[PlacedModel, ...]
@@ -229,6 +236,7 @@ class Placement:
     operators: Mapping[str, ModelName] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     layouts: Mapping[str, Layout] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     reason: str = ""
+    pass_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}), hash=False)
 
     @cached_property
     def _by_name(self) -> dict[str, PlacedModel]:
@@ -286,6 +294,10 @@ class Placement:
     def layout_of(self, operator: PlacedOperator) -> Layout:
         """Return the layout of the rows of ``operator``: its copy's, or the one that its protocol has."""
         return self.layouts.get(_name_in_settings(operator)) or self.copy_for(operator).layout
+
+    def pass_tokens_of(self, operator: PlacedOperator) -> int | None:
+        """Return the computed tokens of a pass of ``operator``; None: as in the settings of its model."""
+        return self.pass_tokens.get(_name_in_settings(operator))
 
     def co_located_pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of placed models that share a device."""

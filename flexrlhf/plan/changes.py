@@ -3,7 +3,7 @@ which ``advise`` refuses. A plan with a change shows whether it is possible, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +85,10 @@ def changed_spec(spec: Spec, changes: Changes) -> Spec:
     return found
 
 
-def _changed(section: StrictModel, path: Sequence[str], value: Any) -> StrictModel:
+def _changed(section: Any, path: Sequence[str], value: Any) -> Any:
     name, *rest = path
+    if isinstance(section, Mapping):
+        return {**section, name: _changed(section[name], rest, value)}
     if rest:
         inner = dict(section)[name] if name != "shadow" else dict(section)[name] or ShadowSpec()
         return section.model_copy(update={name: _changed(inner, rest, value)})
@@ -98,6 +100,12 @@ def _changed(section: StrictModel, path: Sequence[str], value: Any) -> StrictMod
 
 def changes_on(plan: Plan, rank: int) -> Iterator[SettingChange]:
     """Yield changes of the models on a rank and of syncs: engines and devices may refuse them."""
+    for operator, tokens in plan.placement.pass_tokens.items():
+        model = plan.placement[plan.placement.operators[operator]]
+        width = plan.sizing.texts_of(model.role).width
+        if rank in model.ranks and tokens >= 2 * width:
+            half = tokens // 2 // width * width
+            yield SettingChange(f"placement.operators.{operator}.micro_batch_tokens", half)
     for model in plan.placement.on_rank(rank):
         if model.rollout is not None:
             yield from _of_rollout(plan, model)
@@ -161,7 +169,8 @@ def _smaller_batches(plan: Plan, model: PlacedModel, rank: int) -> dict[str, lis
     texts = plan.sizing.texts_of(model.role)
     mine = workload(plan.schedule.for_rank(rank), plan.placement, plan.batch, rank)
     calls = [work for work, _ in mine if isinstance(work, Compute) and work.model == model.name]
-    passes = [plan.sizing.pass_size(model, call) for call in calls if call.kind != "generate"]
+    shared = [call for call in calls if call.kind != "generate" and call.tokens is None]
+    passes = [plan.sizing.pass_size(model, call) for call in shared]
     decoded = [texts.rows_decoded(model, call.rows) for call in calls if call.kind == "generate"]
     most = max((size.tokens for size in passes), default=0)
     changes = {"micro_batch_tokens": [most // 2 // texts.width * texts.width]} if most >= 2 * texts.width else {}

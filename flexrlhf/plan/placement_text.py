@@ -151,7 +151,8 @@ def _reused_text(reuse: Reuse | None, source: PlacedModel) -> str:
 
 def _computed(plan: Plan, model: PlacedModel) -> str:
     """Return the operators of a copy, where operators are placed or it is a hybrid engine's, and how long it exists."""
-    names = [name for name, copy in plan.placement.operators.items() if copy == model.name]
+    tokens = {name: f" in passes of {number} tokens" for name, number in plan.placement.pass_tokens.items()}
+    names = [name + tokens.get(name, "") for name, copy in plan.placement.operators.items() if copy == model.name]
     names += ["generate"] if model.is_hybrid and not names else []
     return (": " + ", ".join(names) if names else "") + (", released after it" if model.is_transient else "")
 

@@ -124,6 +124,7 @@ class Run(Instruction):
 
     layout:     how its rows are split over its ranks: as of the model, unless a protocol splits them.
     turn:       of an operator with several; 0 of others.
+    tokens:     computed tokens of a pass; None: as in the settings of the model.
     """
 
     operator: Operator
@@ -132,6 +133,7 @@ class Run(Instruction):
     mini_batches: range
     attempt: int | None = None
     turn: int = 0
+    tokens: int | None = None
 
     @property
     def uses(self) -> tuple[ModelName, ...]:

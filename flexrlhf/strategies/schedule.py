@@ -286,6 +286,7 @@ class Builder:
             chunk=task.chunk,
             attempt=task.attempt,
             turn=task.turn,
+            tokens=self.placement.pass_tokens_of(task.operator),
         )
 
     def moves(self, writers: Iterable[OperatorTask], readers: Iterable[OperatorTask]) -> list[Move]:
@@ -381,20 +382,21 @@ class Builder:
 class _Emission:
     """Input of a builder, equal to any with the same tasks on the same ranks.
 
-    places:  copy of each task's operator, its ranks, and the layout of the rows.
+    places:  copy of each task's operator, its ranks, the layout of the rows, and the tokens of its passes.
     """
 
     tasks: tuple[OperatorTask, ...]
     shape: BatchShape
-    places: tuple[tuple[ModelName, Layout, Layout], ...]
+    places: tuple[tuple[ModelName, Layout, Layout, int | None], ...]
     placement: Placement = field(compare=False)
 
 
 def emitted(placement: Placement, shape: BatchShape, tasks: Sequence[OperatorTask]) -> tuple[Instruction, ...]:
     """Return the runs of ``tasks`` and their moves, from a cache: plans that differ in other settings have the same."""
-    copies = [placement.copy_for(task.operator) for task in tasks]
+    copies = [(placement.copy_for(task.operator), task.operator) for task in tasks]
     places = tuple(
-        (copy.name, copy.layout, placement.layout_of(task.operator)) for copy, task in zip(copies, tasks, strict=True)
+        (copy.name, copy.layout, placement.layout_of(operator), placement.pass_tokens_of(operator))
+        for copy, operator in copies
     )
     return _emitted(_Emission(tuple(tasks), shape, places, placement))
 

@@ -84,8 +84,8 @@ def _compute(run: Run, batch: BatchShape, rows: int) -> tuple[Work, ...]:
     operator, call, texts = run.operator, run.operator.call, 2 if run.operator.extra_loss else 1
     if call is None:
         return ()
-    block = batch.block_rows
-    return (Compute(call, run.model, rows, batch.samples_per_prompt, texts, operator.compares_responses, block),)
+    compares, block = operator.compares_responses, batch.block_rows
+    return (Compute(call, run.model, rows, batch.samples_per_prompt, texts, compares, block, run.tokens),)
 
 
 def _largest_call(run: Run, batch: BatchShape, rank: int) -> int:

@@ -69,7 +69,7 @@ class TurnRows:
             # stop strings end a turn
             "searched_from": mask.sum(1),
         }
-        return Batch(columns, batch.rows[self.places], batch.samples_per_prompt)
+        return Batch(columns, batch.rows[self.places], batch.samples_per_prompt, tokens=batch.tokens)
 
     def unchanged(self) -> Columns:
         """Return the columns of a turn that no row has."""

@@ -52,7 +52,9 @@ class Evaluator:
     def _work(self, run: Run, batches: range, rows: EvaluationRows) -> OperatorRun:
         """Return the operator of ``run`` over ``batches``."""
         model, rank, examples = self._context.models[run.model], self._context.rank, self._context.data.evaluation
-        return OperatorRun(run.operator, model, run.layout, rows.shape, batches, rank, examples=examples, turn=run.turn)
+        return OperatorRun(
+            *(run.operator, model, run.layout, rows.shape, batches, rank, examples), turn=run.turn, tokens=run.tokens
+        )
 
 
 class EvaluationRows:

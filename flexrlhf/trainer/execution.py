@@ -35,6 +35,7 @@ class OperatorRun:
     state:         values of the operator's controllers.
     attempt:       that it works on; None: on the rows of all.
     turn:          of an operator with several.
+    tokens:        computed tokens of a pass; None: as in the settings of the model.
     """
 
     operator: Operator
@@ -47,6 +48,7 @@ class OperatorRun:
     state: Mapping[str, float] = field(default_factory=dict)
     attempt: int | None = None
     turn: int = 0
+    tokens: int | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -110,6 +112,7 @@ class OperatorRun:
             samples,
             blocks=_places(blocks, place),
             compares=operator.compares_responses and not is_extra,
+            tokens=self.tokens,
         )
 
 

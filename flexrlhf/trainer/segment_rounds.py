@@ -55,7 +55,8 @@ def make_round(run: OperatorRun, batch: Batch, before: RowStore | None, step: in
         "response_mask": carried["response_mask"][places],
         "noise_step": (step - ages)[places],
     }
-    return SegmentRows(batch, carried, exists, places, Batch(columns, taken[places], batch.samples_per_prompt))
+    continued = Batch(columns, taken[places], batch.samples_per_prompt, tokens=batch.tokens)
+    return SegmentRows(batch, carried, exists, places, continued)
 
 
 def _carried(run: OperatorRun, batch: Batch, continues: Tensor, before: RowStore | None, lengths: Lengths) -> Columns:

@@ -210,7 +210,7 @@ class Trainer:
         shape = self.plan.batch
         return OperatorRun(
             *(operator, model, run.layout, shape, run.mini_batches, rank, examples, state),
-            *(run.attempt, run.turn),
+            *(run.attempt, run.turn, run.tokens),
         )
 
     def finish(self, next_step: int, saves: bool = True) -> None:

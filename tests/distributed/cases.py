@@ -473,13 +473,13 @@ FIRST, SECOND = ({"ranks": [rank]} for rank in (0, 1))
 SHADOW = {**SECOND, "shadow": True}
 TRAINED_FIRST: Raw = {"ref_logprobs": SECOND, "scores": SECOND, "train_actor": FIRST, "train_critic": FIRST}
 ON_TWO: dict[str, Raw] = {
-    # ReaL's searched plan of 7B models, with a rank for each of its nodes
+    # ReaL's searched plan of 7B models, with a rank for each of its nodes and a pass for each row of some calls
     "operators-two": {
         "generate": {"ranks": [0, 1]},
         "ref_logprobs": FIRST,
-        "values": {"ranks": [0, 1]},
+        "values": {"ranks": [0, 1], "micro_batch_tokens": 20},
         "scores": SECOND,
-        "train_actor": FIRST,
+        "train_actor": {**FIRST, "micro_batch_tokens": 20},
         "train_critic": SECOND,
     },
     "operators-lag": {"generate": SHADOW, "values": SHADOW, **TRAINED_FIRST},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,16 @@ def test_micro_batches_add_up() -> None:
         [float(step["grad_norm"][1]) for step in train(single, 3)], rel=1e-5
     )
     assert close(whole.weights(), single.weights(), 1e-5)
+
+
+def test_a_batch_may_have_smaller_passes_than_the_model() -> None:
+    """Its results are to the last bit those of a model with such passes, in training and in inference."""
+    whole, single = (engine_of(optimizer=FAST, micro_batch_tokens=tokens) for tokens in (8192, 12))
+    batch = mini_batch()
+    assert equal(whole.train([(replace(batch, tokens=12), likelihood())]), single.train([(batch, likelihood())]))
+    assert equal(whole.weights(), single.weights())
+    assert torch.equal(output(whole, "logprobs", batch=replace(batch, tokens=12)), output(single, "logprobs"))
+    assert not torch.equal(output(whole, "logprobs"), output(single, "logprobs"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

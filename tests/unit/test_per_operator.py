@@ -11,6 +11,8 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
+from flexrlhf.plan.changes import changed_spec, changes_on
+from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Release, Run, Sync
@@ -90,6 +92,20 @@ def test_another_mesh_degree_stage_or_engine_is_another_copy(entry: dict[str, An
     plan = planned(generate=entry)
     assert copies(plan)["actor"] == ["train_actor"] and copies(plan)["actor.generate"] == ["generate"]
     assert plan.placement["actor"].trained and not plan.placement["actor.generate"].trained
+
+
+def test_operators_that_share_a_copy_have_passes_of_their_own() -> None:
+    rows = "algorithm.prompts_per_step=32"
+    plan, alone = planned(rows, values={**ALL, "micro_batch_tokens": 48}), planned(rows)
+    assert copies(plan) == copies(alone)
+    runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
+    assert {run.operator.name: run.tokens for run in runs if run.tokens} == {"values": 48}
+    assert "values in passes of 48 tokens" in format_plan(plan)
+    small, large = ({phase.label: phase.part_bytes for phase in each.memory(0).phases} for each in (plan, alone))
+    assert {label for label in large if small[label] < large[label]} == {"forward on critic"}
+    (changed,) = [each for each in changes_on(plan, 0) if each.setting.startswith("placement")]
+    assert changed.text == "placement.operators.values.micro_batch_tokens=24"
+    assert make_plan(changed_spec(plan.spec, (changed,))).placement.pass_tokens == {"values": 24}
 
 
 def test_settings_that_an_entry_lacks_are_those_of_the_role() -> None:
@@ -323,6 +339,11 @@ NEEDS = "generate needs a copy with older weights than are trained; give it rank
             operators(generate={**ALL, "zero": 3}, logprobs=ALL),
             "rollout.engine=vllm",
             "placement.operators.generate.zero: vllm is sharded by tp and pp alone, found 3; remove it",
+        ),
+        (
+            operators(generate={**ALL, "micro_batch_tokens": 64}, logprobs=ALL),
+            "rollout.engine=vllm",
+            "placement.operators.generate.micro_batch_tokens: vllm composes its passes itself, found 64; remove it",
         ),
         (
             operators(logprobs=ALL),

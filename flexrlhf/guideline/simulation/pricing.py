@@ -151,7 +151,7 @@ class Pricer:
 
     def calls(self, run: Run) -> Iterator[tuple[Call, Mesh]]:
         """Yield the call and mesh of a Run for each device class among the replicas that have rows."""
-        model = self.plan.placement[run.model]
+        model = self.plan.placement[run.model].with_passes(run.tokens)
         rows = replica_rows(attempt_shape(self.plan.batch, run), run.layout, run.mini_batches)
         for device, replicas in self.replicas_by_class(model).items():
             class_rows = [rows[replica] for replica in replicas if any(rows[replica])]

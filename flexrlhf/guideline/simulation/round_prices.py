@@ -138,7 +138,7 @@ class RoundPricer:
         assert kind is not None, f"{run.operator.name} is no model call"
         lengths = TextLengths(prompt, responses, self.pricer.lengths.prompts)
         maker = self.pricer.maker if kind == "generate" else self._maker
-        maker, shape = replace(maker, lengths=lengths), self.pricer.shape(model)
+        maker, shape, model = replace(maker, lengths=lengths), self.pricer.shape(model), model.with_passes(run.tokens)
         call = maker.call(kind, model, shape, rows, texts_per_row(run.operator), run.operator.compares_responses)
         return replace(call, is_exact=True)
 
