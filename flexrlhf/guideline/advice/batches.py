@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from flexrlhf.config.spec import MAX_ROWS
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
+from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.proposals import choose_settings, in_space
 from flexrlhf.guideline.advice.refinement import refined
 from flexrlhf.guideline.advice.space import Space, make_space
@@ -46,7 +47,9 @@ def larger_batches(items: Sequence[FeasibleCandidate]) -> list[BatchSpeeds]:
     most = min(LARGEST, MAX_ROWS // batch.num_rows) * prompts
     found = [BatchSpeeds(prompts, tuple(items))]
     while (prompts := 2 * prompts) <= most:
-        larger = BatchSpeeds(prompts, tuple(_with_prompts(item, prompts) for item in items))
+        # placements have the same options, whatever their schedules
+        known: list[OptionEnumerator] = []
+        larger = BatchSpeeds(prompts, tuple(_with_prompts(item, prompts, known) for item in items))
         if not any(larger.found):
             break
         found.append(larger)
@@ -95,9 +98,12 @@ def _grown(item: FeasibleCandidate, prompts: int) -> FeasibleCandidate | None:
     return found if isinstance(found, FeasibleCandidate) else None
 
 
-def _with_prompts(item: FeasibleCandidate, prompts: int) -> FeasibleCandidate | None:
-    """Return the placement with as many prompts a step, with its fastest settings; None if that does not fit."""
-    larger, candidate = _larger_space(item, prompts), item.candidate
+def _with_prompts(item: FeasibleCandidate, prompts: int, known: list[OptionEnumerator]) -> FeasibleCandidate | None:
+    """Return the placement with as many prompts a step, with its fastest settings; None if that does not fit.
+
+    ``known``: as of ``make_space``.
+    """
+    larger, candidate = _larger_space(item, prompts, known), item.candidate
     if larger is None:
         return None
     meshes = candidate.assignment or ()
@@ -108,11 +114,12 @@ def _with_prompts(item: FeasibleCandidate, prompts: int) -> FeasibleCandidate | 
     return found if isinstance(found, FeasibleCandidate) else None
 
 
-def _larger_space(item: FeasibleCandidate, prompts: int) -> Space | None:
+def _larger_space(item: FeasibleCandidate, prompts: int, known: list[OptionEnumerator] | None = None) -> Space | None:
     """Return the space of a placement with as many prompts a step; None if they cannot be planned."""
     space = item.candidate.space
     try:
-        plain = make_space(with_prompts(space.spec, prompts), space.costs, space.lengths, space.pending)
+        spec = with_prompts(space.spec, prompts)
+        plain = make_space(spec, space.costs, space.lengths, space.pending, known=known)
     except UserError:
         return None
     return replace(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from flexrlhf.config.engines import ALL_KINDS, EngineFacts, facts_of
 from flexrlhf.config.model_settings import ModelSpec, ShadowSpec, Shard
-from flexrlhf.config.spec import RolloutSpec, Spec
+from flexrlhf.config.spec import RolloutSpec, ScheduleSpec, Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.sketch import PlacedCall, PlacedCallKind, SearchModel, Sketch
@@ -65,6 +65,8 @@ _CHOSEN = (
     *("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer"),
 )
 """Settings that differ between the options of a model, and that others may rule out."""
+_SIZES = "micro_batch_tokens", "generate_tokens"
+"""Further ones, of passes and decoding."""
 CACHE_SHARES = DECODE_SHARES
 """All rows, half of them, ... for which a rollout engine's cache has room; it is allocated all the time."""
 
@@ -145,9 +147,12 @@ class OptionEnumerator:
         return OptionEnumerator(spec, self.shapes, self.batch, self.costs, self.maker)
 
     def is_like(self, other: OptionEnumerator) -> bool:
-        """Whether the options are those of ``other``, on any mesh: its spec may differ in the nodes of the cluster."""
+        """Whether the options are those of ``other``, on any mesh: its spec may differ in the nodes of the cluster, and
+        in the schedule, of which calls depend by the rows alone."""
         whole, others = (
-            each.spec.model_copy(update={"cluster": each.spec.cluster.model_copy(update={"nodes": ()})})
+            each.spec.model_copy(
+                update={"cluster": each.spec.cluster.model_copy(update={"nodes": ()}), "schedule": ScheduleSpec()}
+            )
             for each in (self, other)
         )
         own, theirs = ((each.shapes, each.batch, each.costs, each.maker, each._most_memory) for each in (self, other))
@@ -173,10 +178,24 @@ class OptionEnumerator:
 
     def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
         """Option of a model with ``settings``, taken from an option with other calls."""
-        layout = _layout_of(mesh, settings)
+        chosen = (getattr(settings, name) for name in (*_CHOSEN, *_SIZES))
+        return self.cached(("option", model, mesh, *chosen), partial(self._option_with, model, mesh, settings))
+
+    def _option_with(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
+        return self._option(model, mesh, self._figures_of(model, mesh, self._placed_with(model, mesh, settings)))
+
+    def _placed_with(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> PlacedModel:
+        """Place the model with ``settings``."""
         degrees = {"tp": settings.tp, "pp": settings.pp}
         rollout = self.spec.rollout.model_copy(update=degrees) if model.is_rollout else None
-        return self._option(model, mesh, self._figures_of(model, mesh, _on(model, mesh, layout, settings, rollout)))
+        return _on(model, mesh, _layout_of(mesh, settings), settings, rollout)
+
+    def faster(self, model: SearchModel, mesh: UniformMesh, chosen: ModelSpec, most: float) -> Iterator[ModelSpec]:
+        """Yield the settings of ``between`` whose calls take less than ``most`` seconds."""
+        for settings in self.between(model, mesh, chosen):
+            calls = self._calls(model, mesh, self._placed_with(model, mesh, settings))
+            if sum(seconds for _, seconds, _ in calls) < most:
+                yield settings
 
     def between(self, model: SearchModel, mesh: UniformMesh, chosen: ModelSpec) -> Iterator[ModelSpec]:
         """Yield settings of a model between those of its options: with any number of rows in a pass or in a cache.
@@ -218,7 +237,7 @@ class OptionEnumerator:
     def _figures_of(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> _Figures:
         key = self._state_key(placed, mesh)
         state, calls = self._state(placed, key), list(self._calls(model, mesh, placed))
-        seconds, most = tuple(seconds for _, seconds, _ in calls), max(size for _, _, size in calls)
+        seconds, most = tuple(seconds for _, seconds, _ in calls), max(size() for _, _, size in calls)
         side = self.cached(("side", key), lambda: side_of(placed, mesh.per_node))
         return _Figures(placed, state, seconds, most, side)
 
@@ -522,7 +541,7 @@ class OptionEnumerator:
 
     def _total(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel, kinds: set[str]) -> tuple[float, int]:
         """Seconds of all calls of ``kinds``, and the most bytes that one needs in addition to the resting ones."""
-        figures = [(seconds, size) for _, seconds, size in self._calls(model, mesh, placed, kinds)]
+        figures = [(seconds, size()) for _, seconds, size in self._calls(model, mesh, placed, kinds)]
         return sum(seconds for seconds, _ in figures), max((size for _, size in figures), default=0)
 
     def _option(self, model: SearchModel, mesh: UniformMesh, figures: _Figures) -> Option:
@@ -583,8 +602,9 @@ class OptionEnumerator:
 
     def _calls(
         self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel, kinds: Collection[str] = ()
-    ) -> Iterator[tuple[PlacedCallKind, float, int]]:
-        """(kind, seconds, bytes in addition to the resting ones) of each call, or of those of ``kinds``."""
+    ) -> Iterator[tuple[PlacedCallKind, float, Callable[[], int]]]:
+        """(kind, seconds, function of its bytes in addition to the resting ones) of each call, or of those of
+        ``kinds``."""
         state_key = time_key = size_key = self._state_key(placed, mesh)
         zero, over = placed.settings.zero, placed.sharded_over
         for call in model.calls:
@@ -596,7 +616,7 @@ class OptionEnumerator:
                 # a Sync brings all weights, unless it brings adapters
                 has_copy = trained is not None and trained.lora is not None
                 moved = self._state(placed, state_key).offloaded if has_copy else 0
-                yield kind, self.costs.switch(moved, mesh.device).seconds, 0
+                yield kind, self.costs.switch(moved, mesh.device).seconds, int
                 continue
             if kind != "train":
                 # without gradients ZeRO matters where it shards the weights alone
@@ -612,8 +632,8 @@ class OptionEnumerator:
                 # slots read prompts in passes
                 settings = *settings, placed.settings.micro_batch_tokens
             sizing = partial(self._bytes, placed, state_key, call, rows)
-            size = self.cached(("bytes", size_key, kind, settings, rows, call.texts, call.compares), sizing)
-            yield kind, seconds, size
+            key = "bytes", size_key, kind, settings, rows, call.texts, call.compares
+            yield kind, seconds, partial(self.cached, key, sizing)
 
     def cached(self, key: object, make: Callable[[], T]) -> T:
         """Return the first result of ``make`` for ``key``: settings share most of their costs."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.guideline.advice.proposals import fits_memory
-from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space import Space
 from flexrlhf.guideline.search.evaluate import evaluate
-from flexrlhf.guideline.search.problem import Assignment, Choice
+from flexrlhf.guideline.search.problem import Assignment
 
 ROUNDS = 3
 """Times that the settings of every model are looked at."""
@@ -26,8 +24,8 @@ def refined(space: Space, assignment: Assignment) -> Assignment:
     for _ in range(ROUNDS):
         before = seconds
         for index, model in enumerate(space.models):
-            for choice in _faster(space, model, chosen[index]):
-                tried = (*chosen[:index], choice, *chosen[index + 1 :])
+            for option in space.faster_options(model, chosen[index]):
+                tried = (*chosen[:index], replace(chosen[index], option=option), *chosen[index + 1 :])
                 if not fits_memory(problem, tried):
                     continue
                 taken = evaluate(problem, tried)
@@ -38,11 +36,3 @@ def refined(space: Space, assignment: Assignment) -> Assignment:
         if seconds == before:
             break
     return chosen
-
-
-def _faster(space: Space, model: SearchModel, choice: Choice) -> list[Choice]:
-    """Return other settings of a model on its mesh that are faster by themselves, the fastest first."""
-    assert isinstance(choice.option.settings, ModelSpec), "options of a Space have settings"
-    options, now = space.options_between(model, choice.start, choice.size, choice.option.settings), choice.option
-    faster = [replace(choice, option=each) for each in options if sum(each.seconds) < sum(now.seconds)]
-    return sorted(faster, key=lambda each: sum(each.option.seconds))

@@ -21,6 +21,7 @@ from flexrlhf.guideline.advice.sketch import SearchModel, Sketch, name_of
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.search.problem import (
+    Choice,
     DevicePool,
     LinkEnd,
     Meshes,
@@ -219,13 +220,15 @@ class Space:
         found = self.enumerator.option(model, mesh, settings)
         return self._with_further_bytes(model, found, self._bytes_of_source(model, mesh))
 
-    def options_between(self, model: SearchModel, start: int, size: int, chosen: ModelSpec) -> tuple[Option, ...]:
-        """Return the options of a model on a mesh of one class, and others between them. ``chosen``: settings of it
-        there."""
-        shape = self.problem.shape_of(start, size)
-        between = [*self.enumerator.between(model, self._mesh(shape), chosen)]
+    def faster_options(self, model: SearchModel, choice: Choice) -> list[Option]:
+        """Return the options of a model on the mesh of ``choice``, which is of one class, and others between them, that
+        take less time by themselves than its own, the fastest first."""
+        assert isinstance(choice.option.settings, ModelSpec), "options of a Space have settings"
+        shape, most = self.problem.shape_of(choice.start, choice.size), sum(choice.option.seconds)
+        between = [*self.enumerator.faster(model, self._mesh(shape), choice.option.settings, most)]
         found = tuple(self.option(model, shape, settings) for settings in between)
-        return self.allowed(model.name, (*self._options(model, shape), *found))
+        options = self.allowed(model.name, (*self._options(model, shape), *found))
+        return sorted((each for each in options if sum(each.seconds) < most), key=lambda each: sum(each.seconds))
 
     def _with_further_bytes(self, model: SearchModel, option: Option, of_source: float) -> Option:
         """Return ``option`` with the bytes ``of_source`` and of the rows of earlier steps that its model reads and
