@@ -70,8 +70,8 @@ def place_operators(spec: Spec, operators: Sequence[PlacedOperator], roles: Role
     check_classes(models, request, cluster, is_vector=False)
     _check_processes(models)
     tokens = {name: entry.micro_batch_tokens for name, entry in entries.items() if entry.micro_batch_tokens is not None}
-    warnings = (*warnings, *idle_warnings(models))
-    return Placement(tuple(models), len(cluster.devices), warnings, copies, pass_tokens=tokens)
+    texts = (*warnings, *idle_warnings(models))
+    return Placement(tuple(models), len(cluster.devices), texts, copies, pass_tokens=tokens)
 
 
 def _copies(
