@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice, advise_operators, make_operator_space
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search.evaluate import evaluate
-from flexrlhf.guideline.search.problem import LinkEnd, SearchSync
+from flexrlhf.guideline.search.problem import LinkEnd, SearchSync, SearchTask
 from flexrlhf.placement.layout import Layout
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.strategies.instructions import Release, Sync
@@ -121,6 +122,13 @@ def test_a_copy_that_trains_is_not_filled() -> None:
     for source in ends[0]:
         for to in ends[1]:
             assert (sync.seconds(source, to, "same") == 0) == (source.layout == to.layout)
+
+
+def test_a_refill_is_searched_right_before_the_first_call_of_its_copy() -> None:
+    """A plan may have it earlier, where the ranks of the copy have nothing to do before."""
+    calls = make_operator_space(large_spec(TRANSFORMERS), AnalyticCosts(), None).problem.calls
+    following = {before.to: after for before, after in pairwise(calls) if isinstance(before, SearchSync)}
+    assert following and all(isinstance(task, SearchTask) and task.part == part for part, task in following.items())
 
 
 def test_operators_that_share_a_layout_share_a_copy_in_the_plan() -> None:

@@ -215,19 +215,25 @@ class OperatorSpace(Space):
         return self.variants[engine, zero]
 
     def _calls(self) -> Iterator[SearchTask | SearchSync]:
-        """Tasks and refills of copies in the order of the trainer's list."""
-        sketch = self.sketch
+        """Tasks and refills of copies in the order of the trainer's list.
+
+        Refills are right before the first call of their copy: plans have them earlier only past calls on other ranks.
+        """
+        sketch, refills = self.sketch, dict[str, SearchSync]()
         for each in sketch.instructions:
             match each:
                 case Run():
                     reads = tuple(map(name_of, (*sketch.writers(each), *sketch.separate(each))))
-                    yield SearchTask(name_of(each), sketch.part_of(each.model), reads, each.lag)
+                    part = sketch.part_of(each.model)
+                    if part in refills:
+                        yield refills.pop(part)
+                    yield SearchTask(name_of(each), part, reads, each.lag)
                 case Sync():
                     part, task = sketch.part_of(each.destination), sketch.own_part(each.source.role)
                     if sketch.is_kept(part):
                         yield SearchSync(task, part, partial(self._sync_seconds, each), each.every, each.overlaps)
                     else:
-                        yield SearchSync(task, part, partial(self._refill_seconds, each.destination))
+                        refills[part] = SearchSync(task, part, partial(self._refill_seconds, each.destination))
 
     def _refill_seconds(self, name: ModelName, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         """Return the time of filling a copy; 0 where it is the copy that trains."""
