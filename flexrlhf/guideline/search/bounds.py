@@ -102,7 +102,9 @@ def cycle_bound(
 def _waits_of(graph: CallGraph, overlaps: Overlaps) -> list[list[Wait]]:
     """Return the wait of each call for each other: where they share a device, and for weights in the background by the
     calls that use them and by the next ones on their link."""
-    waits = [[wait_of(parts, others, overlaps) for others in graph.parts] for parts in graph.parts]
+    distinct = set(graph.parts)
+    of_parts = {(parts, others): wait_of(parts, others, overlaps) for parts in distinct for others in distinct}
+    waits = [[of_parts[parts, others] for others in graph.parts] for parts in graph.parts]
     for other, filled in enumerate(graph.fills):
         for call, parts in enumerate(graph.parts):
             if filled >= 0 and (filled in parts or graph.fills[call] >= 0):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
 from flexrlhf.guideline.search.assignments import ROUNDING, clock, pairwise, relations
 from flexrlhf.guideline.search.bounds import UNDECIDED, cycle_bound
 from flexrlhf.guideline.search.result import SearchState
-from flexrlhf.guideline.search.tables import Bools, Floats, Ints, LinkTable
+from flexrlhf.guideline.search.tables import Bools, Floats, Ints
 
 CHUNK = 4096
 """Rows that are expanded at once."""
@@ -20,7 +21,9 @@ class OptionSearch:
 
     ``starts``, ``shapes``: first device and mesh shape of each part. ``relation``: relation of the ends of each link.
     ``crowds``: (parts on one device, its memory), of the devices that differ. ``sets``: the options that each part may
-    still have. Methods take the parts that are ``chosen``, and ``rows`` with an option of each of them, (n, parts).
+    still have, ``leanest``: the least resting and active bytes of these, ``between``: seconds of each link that was
+    needed between their ends. Methods take the parts that are ``chosen``, and ``rows`` with an option of each of them,
+    (n, parts).
     """
 
     def __init__(self, state: SearchState, starts: Sequence[int], shapes: Sequence[int]) -> None:
@@ -34,6 +37,8 @@ class OptionSearch:
         self.crowds = {(tuple(parts), self.tables.memory_of(at)) for at, parts in covers.items()}
         stated = (part.options_of(shape) for part, shape in zip(self.tables.parts, shapes, strict=True))
         self.sets = [np.arange(each.start, each.stop) for each in stated]
+        self.leanest: list[tuple[float, float]] = []
+        self.between: dict[int, Floats] = {}
 
     def run(self, options: Sequence[int]) -> float:
         """Store the best assignments. Returns the least bound of the rest at the limit, else infinite.
@@ -47,11 +52,11 @@ class OptionSearch:
         if not self._has_fitting():
             self.state.pruned_by_memory += 1
             return np.inf
-        order = self._order()
         blank = np.zeros((1, len(self.sets)), dtype=np.int64)
         start = self._bound([], blank)
         if not len(self.state.below_goal(start)):
             return np.inf
+        order = self._order()
         stack: list[tuple[int, Ints, Floats]] = [(0, blank, start)]
         while stack:
             if self.state.is_exhausted:
@@ -70,16 +75,24 @@ class OptionSearch:
     def _has_fitting(self) -> bool:
         """Leave to each part the options that fit together with the leanest of the others. False: a part has none."""
         changed, blank = True, np.zeros((1, len(self.sets)), dtype=np.int64)
+        if any(not len(options) for options in self.sets):
+            return False
+        self.leanest = [self._leanest(part) for part in range(len(self.sets))]
         while changed:
             changed = False
-            if any(not len(options) for options in self.sets):
-                return False
             for part, options in enumerate(self.sets):
-                self.sets[part] = options[self._fits([part], _expand(blank, part, options))]
-                changed |= len(self.sets[part]) < len(options)
-                if not len(self.sets[part]):
+                kept = options[self._fits([part], _expand(blank, part, options))]
+                if not len(kept):
                     return False
+                if len(kept) < len(options):
+                    changed, self.sets[part] = True, kept
+                    self.leanest[part] = self._leanest(part)
         return True
+
+    def _leanest(self, part: int) -> tuple[float, float]:
+        """Return the least resting and the least active bytes of the options that a part may still have."""
+        table, mine = self.tables.parts[part], self.sets[part]
+        return float(table.resting[mine].min()), float(table.active[mine].min())
 
     def _order(self) -> list[int]:
         """Return the order of branching: both ends of a link in sequence, since its seconds follow from both."""
@@ -103,15 +116,15 @@ class OptionSearch:
         """Whether each row fits with the leanest options of parts that are not ``chosen``, (n,)."""
         fitting: Bools = np.ones(len(rows), dtype=np.bool_)
         for parts, memory in self.crowds:
-            resting, active = np.zeros(len(rows)), np.zeros(len(rows))
+            resting: Floats | float = 0.0
+            active: Floats | float = 0.0
             for part in parts:
-                table, mine = self.tables.parts[part], rows[:, part] if part in chosen else self.sets[part]
                 if part in chosen:
-                    resting += table.resting[mine]
-                    np.maximum(active, table.active[mine], out=active)
+                    table, mine = self.tables.parts[part], rows[:, part]
+                    resting, active = resting + table.resting[mine], np.maximum(active, table.active[mine])
                 else:
-                    resting += table.resting[mine].min()
-                    np.maximum(active, table.active[mine].min(initial=np.inf), out=active)
+                    least, other = self.leanest[part]
+                    resting, active = resting + least, np.maximum(active, other)
             fitting &= resting + active <= memory * (1 + ROUNDING)
         return fitting
 
@@ -136,29 +149,41 @@ class OptionSearch:
             if column >= 0:
                 table, part = self.tables.parts[parts[0]], parts[0]
                 is_chosen = part in chosen
-                taken = table.seconds[rows[:, part] if is_chosen else self.sets[part], column]
-                seconds[call] = taken if is_chosen else float(taken.min())
+                seconds[call] = table.seconds[rows[:, part], column] if is_chosen else float(self.least[part][column])
         delays: list[Floats | float] = [0.0] * len(self.relation)
-        for index, (link, relation) in enumerate(zip(self.tables.links, self.relation, strict=True)):
-            between = self._link(link, np.array([relation]), chosen, rows)
+        for index, link in enumerate(self.tables.links):
+            between = self._link(index, chosen, rows)
             if link.link.call >= 0:
                 seconds[link.link.call] = between
             else:
                 delays[index] = between
         return seconds, delays
 
-    def _link(self, table: LinkTable, relation: Ints, chosen: Sequence[int], rows: Ints) -> Floats:
+    def _link(self, index: int, chosen: Sequence[int], rows: Ints) -> Floats:
         """Return the time of a link, the least over the options of an end that is undecided, (n,) or (1,)."""
+        table, relation = self.tables.links[index], np.array([self.relation[index]])
         a, b = table.link.source, table.link.to
         if a in chosen and b in chosen:
             return table.seconds(table.source.end[rows[:, a]], table.to.end[rows[:, b]], relation)
-        sources, targets = np.unique(table.source.end[self.sets[a]]), np.unique(table.to.end[self.sets[b]])
-        between = table.seconds(sources[:, None], targets[None, :], relation[:, None])
+        sources, targets = self.ends[a], self.ends[b]
+        if index not in self.between:
+            self.between[index] = table.seconds(sources[:, None], targets[None, :], relation[:, None])
+        between = self.between[index]
         if a in chosen:
             return np.asarray(between.min(axis=1)[np.searchsorted(sources, table.source.end[rows[:, a]])])
         if b in chosen:
             return np.asarray(between.min(axis=0)[np.searchsorted(targets, table.to.end[rows[:, b]])])
         return np.asarray(between.min(keepdims=True)[0])
+
+    @cached_property
+    def least(self) -> list[Floats]:
+        """Least time of each task of each part, over the options that it has left."""
+        return [part.seconds[mine].min(axis=0) for part, mine in zip(self.tables.parts, self.sets, strict=True)]
+
+    @cached_property
+    def ends(self) -> list[Ints]:
+        """Ends of links of the options that each part has left."""
+        return [np.unique(part.end[mine]) for part, mine in zip(self.tables.parts, self.sets, strict=True)]
 
 
 def _expand(rows: Ints, part: int, options: Ints) -> Ints:
