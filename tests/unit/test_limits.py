@@ -11,6 +11,7 @@ from flexrlhf.guideline.advice.advise import UNPLANNED, advise
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
 from flexrlhf.guideline.advice.choice import is_full
 from flexrlhf.guideline.advice.limits import SpaceLimits
+from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.refinement import refined
 from flexrlhf.guideline.advice.refusal import lag_text
 from flexrlhf.guideline.advice.request import AdviceOptions
@@ -99,3 +100,13 @@ def test_of_many_devices_placements_that_may_be_the_fastest_are_planned(monkeypa
     assert left_out and len(found.feasible) + len(left_out) >= len(whole.feasible) > len(found.feasible)
     # a search counts two transfers for each use of an offloaded model, and a plan as many or fewer
     assert whole.best.seconds <= found.best.seconds <= min(left_out)
+
+
+def test_spaces_share_options_whatever_their_schedules() -> None:
+    spec, costs = AdviceOptions(model="qwen2.5-1.5b", gpus=4).spec(None, GRPO), AnalyticCosts()
+    known: list[OptionEnumerator] = []
+    first = make_space(spec, costs, None, known=known)
+    lagging = spec.model_copy(update={"schedule": spec.schedule.model_copy(update={"lag": 1})})
+    assert make_space(lagging, costs, None, known=known).enumerator is first.enumerator
+    longer = spec.model_copy(update={"data": spec.data.model_copy(update={"max_prompt_tokens": 2048})})
+    assert make_space(longer, costs, None, known=known).enumerator is not first.enumerator
