@@ -316,6 +316,13 @@ def test_context_parallel_ranks_are_a_choice_for_long_rows() -> None:
     assert tried(spec_for(8, "qwen3-30b-a3b", **long), "actor", "cp") == {1, 2, 4, 8}
 
 
+def test_context_parallel_ranks_are_a_choice_where_replicas_would_wait() -> None:
+    """All responses to a prompt are on one replica: of 4 prompts of a mini-batch 4 of 8 replicas have none."""
+    few = spec_for(8, "qwen2.5-7b", algorithm="grpo", prompts=16)
+    assert tried(few, "actor", "cp") == {1, 2}
+    assert tried(few, "ref", "cp") == {1}, "its calls have the prompts of all mini-batches"
+
+
 def test_expert_parallel_ranks_are_a_choice_of_models_with_experts() -> None:
     """Of 60 experts on eight devices, which 8 does not divide."""
     assert tried(spec_for(8, "qwen1.5-moe-a2.7b"), "actor", "ep") == {1, 2, 4}

@@ -48,6 +48,8 @@ WHOLE_NODES = (16, 32, 64)
 LARGE = 0.25
 """Share of a node's memory that the weights of a model take, from which it is a large one."""
 CONTEXT_PARALLEL = (1, 2, 4, 8)
+LEAST_EVENER = 0.1
+"""Share by which context-parallel ranks have to shorten the work of the fullest replica, of rows that are not long."""
 EXPERT_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
 STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages that are tried, in engines that have some."""
@@ -309,7 +311,7 @@ class OptionEnumerator:
         does not go with the model."""
         for tp in self._tensor_parallel(model, mesh, base):
             for pp in self._pipelines(model, mesh, base):
-                for cp in self._parts_of_rows(model, base, tp):
+                for cp in self._parts_of_rows(model, base, tp, mesh.size // (tp * pp)):
                     for ep in self._parts_of_experts(model, mesh, base, tp):
                         if mesh.size % (tp * pp * cp) == 0 and mesh.size // (tp * pp) % ep == 0:
                             yield tp, pp, cp, ep
@@ -375,16 +377,31 @@ class OptionEnumerator:
             return EXPERT_PARALLEL
         return tuple(sorted({1, mesh.per_node // tp})) if self._fills_node(model, mesh, base) else (1,)
 
-    def _parts_of_rows(self, model: SearchModel, base: ModelSpec, tp: int) -> tuple[int, ...]:
+    def _parts_of_rows(self, model: SearchModel, base: ModelSpec, tp: int, replicas: int) -> tuple[int, ...]:
         """Numbers of context-parallel ranks that are tried; the one in the YAML alone, if there is one, and several
-        only for long rows: they exchange states in every layer, and replicas do not. Ranks that cannot have equally
-        many heads each exchange more, and are not tried."""
+        only for long rows, and for fewer replicas where some would wait: they exchange states in every layer, and
+        replicas do not. Ranks that cannot have equally many heads each exchange more, and are not tried."""
         in_yaml, data, sizes = self._in_yaml(model, base, "cp"), self.spec.data, self.shapes[model.role].sizes
         if in_yaml is not None:
             return (in_yaml,)
+        if model.is_rollout or not self._facts(model, base).cp or sizes is None:
+            return (1,)
+        tried = tuple(cp for cp in CONTEXT_PARALLEL if sizes.heads % (cp * tp) == 0)
         is_long = data.max_prompt_tokens + data.max_response_tokens >= LONG_ROW
-        is_open = is_long and not model.is_rollout and self._facts(model, base).cp and sizes is not None
-        return tuple(cp for cp in CONTEXT_PARALLEL if sizes.heads % (cp * tp) == 0) if is_open and sizes else (1,)
+        return tried if is_long else self._evener(model, tried, replicas)
+
+    def _evener(self, model: SearchModel, tried: Sequence[int], replicas: int) -> tuple[int, ...]:
+        """Return the numbers, of those ``tried``, with which ``replicas`` wait less for the fullest one than with
+        smaller ones: all rows of a prompt are on one replica."""
+        prompts = self.batch.num_prompts // (self.batch.num_mini_batches if model.trained else 1)
+        found, least = [], inf
+        for cp in tried:
+            fewer = replicas // cp
+            waiting = -(-prompts // fewer) * fewer / prompts if fewer and replicas % cp == 0 else inf
+            if cp == 1 or waiting <= (1 - LEAST_EVENER) * least:
+                found.append(cp)
+                least = waiting
+        return tuple(found)
 
     def _shards(self, model: SearchModel, mesh: UniformMesh, own: ModelSpec) -> tuple[Shard, ...]:
         """Ranks over which ZeRO shards that are tried: of all nodes, and of each where there are several."""
