@@ -25,12 +25,13 @@ from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, pars
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import LARGEST_BATCHES, contradictions, format_advice
-from flexrlhf.guideline.advice.advise import FeasibleCandidate, advise, with_kind
+from flexrlhf.guideline.advice.advise import FeasibleCandidate, PlacementComparison, advise, with_kind
 from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
-from flexrlhf.guideline.advice.candidates import Method, RejectedCandidate
+from flexrlhf.guideline.advice.candidates import Method, RejectedCandidate, check
 from flexrlhf.guideline.advice.choice import Advice, complexity, ratios_of
 from flexrlhf.guideline.advice.guideline_rules import RuleVerdict, judged
 from flexrlhf.guideline.advice.proposals import spec_of
+from flexrlhf.guideline.advice.refinement import with_planned_settings
 from flexrlhf.guideline.advice.request import (
     GPU_TYPE,
     GPUS,
@@ -46,6 +47,7 @@ from flexrlhf.guideline.advice.request import (
 from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_schedule
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS, OVERHEADS, AnalyticCosts, RunOverheads
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
+from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
 from flexrlhf.guideline.search.tables import tables_of
@@ -321,6 +323,21 @@ def test_context_parallel_ranks_are_a_choice_where_replicas_would_wait() -> None
     few = spec_for(8, "qwen2.5-7b", algorithm="grpo", prompts=16)
     assert tried(few, "actor", "cp") == {1, 2}
     assert tried(few, "ref", "cp") == {1}, "its calls have the prompts of all mini-batches"
+
+
+def test_settings_are_refined_within_the_memory_of_a_plan() -> None:
+    """With idle models in host memory a search counts a cache next to models that a plan has there meanwhile."""
+    spec = spec_for(2, nodes=nodes_of_eight(2, "H100-80G"))
+    base = make_space(spec, AnalyticCosts(), None)
+    compared = PlacementComparison(replace(base, offloaded=frozenset(base.roles.all)), 1.0)
+    assert compared.search("all models offloaded", compared.base)
+    (plain,) = compared.feasible
+    first = Advice((plain,), (), {}, {}, 0.0, 0.0)
+    found = with_planned_settings(first).best
+    assert found.seconds < 0.95 * plain.seconds
+    assert found.excess <= 1 + ROUNDING
+    again = check(replace(found.candidate))
+    assert isinstance(again, FeasibleCandidate) and again.seconds == found.seconds
 
 
 def test_expert_parallel_ranks_are_a_choice_of_models_with_experts() -> None:

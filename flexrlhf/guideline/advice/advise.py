@@ -34,7 +34,7 @@ from flexrlhf.guideline.advice.limits import RefusedSettings, SpaceLimits
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
 from flexrlhf.guideline.advice.published import usual
-from flexrlhf.guideline.advice.refinement import refined
+from flexrlhf.guideline.advice.refinement import refined, with_planned_settings
 from flexrlhf.guideline.advice.refusal import lag_text, last_resort, nothing_fits, refusal_text
 from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
 from flexrlhf.guideline.advice.waiting import least_waiting, waiting_variants
@@ -243,12 +243,13 @@ def advise(
     most = 1 if max_lag is None else max_lag
     misses = {} if nothing_fits(base) else _compare(compared, margin, most)
     feasible, rejected = ranked(compared.feasible), tuple(compared.rejected)
-    if most > 1:
-        lagging, short = with_larger_lags(feasible, most)
-        feasible, rejected = ranked((*feasible, *lagging)), (*rejected, *short)
     may_lag, own = max_lag is not None, _own_lag(base)
     refusal = _without_plan(feasible, rejected)
     advice = Advice(feasible, rejected, misses, compared.searches, 0.0, margin, refusal, most, may_lag, own)
+    advice = with_planned_settings(advice)
+    if most > 1:
+        lagging, short = with_larger_lags(advice.feasible, most)
+        advice = replace(advice, feasible=ranked((*advice.feasible, *lagging)), rejected=(*rejected, *short))
     if not (advice.comparable or advice.refusal) and (last := last_resort(base)) is not None:
         advice = replace(advice, feasible=ranked((*feasible, last)))
     if not (advice.comparable or advice.refusal) and (other := _on_deepspeed(spec, base.roles.trained)) is not spec:

@@ -360,12 +360,16 @@ def on_all_devices(space: Space) -> SearchProblem:
 
 
 def chunk_counts(space: Space) -> tuple[int, ...]:
-    """Numbers of chunks that are tried: several pay only where inference and training are on different devices."""
+    """Numbers of chunks that a search tries: several pay where inference and training are on different devices."""
+    return allowed_chunks(space) if space.has_shadows else allowed_chunks(space)[:1]
+
+
+def allowed_chunks(space: Space) -> tuple[int, ...]:
+    """Numbers of chunks that ``space`` allows, ascending."""
     if "num_chunks" in space.fixed_schedule:
         return (space.spec.schedule.num_chunks,)
     mini_batches, most = space.spec.algorithm.num_mini_batches, MAX_PLANNED // space.pool.num_devices
-    tried = CHUNKS if space.has_shadows else CHUNKS[:1]
-    return tuple(number for number in tried if mini_batches % number == 0 and number <= max(1, most))
+    return tuple(number for number in CHUNKS if mini_batches % number == 0 and number <= max(1, most))
 
 
 def _rows_side(end: LinkEnd) -> Hashable:
