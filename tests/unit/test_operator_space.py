@@ -183,7 +183,8 @@ def test_models_that_fit_nowhere_are_refused() -> None:
     with pytest.raises(UserError, match="no placement of these operators fits the devices; use more devices or larger"):
         advise_operators(large_spec("cluster={nodes: [{devices: 1, class: V100-32G}]}"), AnalyticCosts())
     recomputing = (f"models.{role}.activation_checkpointing" for role in ("actor", "critic"))
-    small = (*(f"{key}=false" for key in recomputing), "cluster={nodes: [{devices: 8, class: A100-40G}]}")
+    passes = (f"models.{role}.micro_batch_tokens=8192" for role in ("actor", "critic", "ref", "reward"))
+    small = (*passes, *(f"{key}=false" for key in recomputing), "cluster={nodes: [{devices: 8, class: A100-40G}]}")
     with pytest.raises(UserError, match="one does with models.actor.activation_checkpointing: true, models.critic.act"):
         advise_operators(large_spec(*small), AnalyticCosts(), None, 2.0)
 
@@ -194,6 +195,18 @@ def test_recomputation_is_searched_where_the_yaml_leaves_it_open() -> None:
     spec = spec_of(None, 8, *settings, "cluster={nodes: [{devices: 8, class: A100-40G}]}")
     plan = advise_operators(spec, AnalyticCosts(), None, 2.0).plan
     assert all(plan.placement[role].settings.activation_checkpointing for role in ("actor", "critic"))
+
+
+def test_calls_have_passes_of_their_own_where_the_yaml_leaves_them_open() -> None:
+    """The step is shorter than with the default in all calls; generation keeps that."""
+    engines = [f"models.{role}.engine=megatron" for role in ("actor", "critic")]
+    fixed = [f"models.{role}.micro_batch_tokens=8192" for role in ("actor", "critic", "ref", "reward")]
+    advice = found("rollout.engine=vllm", *engines)
+    assert {entry.micro_batch_tokens for entry in advice.spec.operators.values()} > {None}
+    assert advice.spec.operators["generate"].micro_batch_tokens is None
+    kept = found("rollout.engine=vllm", *engines, *fixed)
+    assert {entry.micro_batch_tokens for entry in kept.spec.operators.values()} == {None}
+    assert advice.simulation.seconds < kept.simulation.seconds
 
 
 def test_the_written_yaml_gives_the_placement_that_was_found(

@@ -460,14 +460,16 @@ def _peak(advice: OperatorAdvice) -> int:
 
 def _operators(plan: Plan) -> list[str]:
     degrees = ("dp", "tp", "pp", *_further_degrees(plan.placement.models))
-    rows: list[tuple[str, ...]] = [("operator", "ranks", "engine", *degrees, "zero", "copy")]
+    rows: list[tuple[str, ...]] = [("operator", "ranks", "engine", *degrees, "zero", "pass tokens", "copy")]
     for run in plan.schedule.instructions:
         if isinstance(run, Run) and run.operator.name in plan.placement.operators:
             model = plan.placement[run.model]
             sizes = (str(getattr(model.layout, degree)) for degree in degrees)
-            own = span_of(model.ranks), model.engine, *sizes, zero_text(model), model.name
+            composes_passes = run.operator.call in ("forward", "train")
+            tokens = str(model.with_passes(run.tokens).settings.micro_batch_tokens) if composes_passes else "-"
+            own = span_of(model.ranks), model.engine, *sizes, zero_text(model), tokens, model.name
             rows.append((run.operator.name, *own))
-    return table(rows, f"<<<{'>' * len(degrees)}><")
+    return table(rows, f"<<<{'>' * len(degrees)}>><")
 
 
 def write_operator_advice(advice: OperatorAdvice, path: Path) -> None:

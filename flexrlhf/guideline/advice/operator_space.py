@@ -1,18 +1,20 @@
 """Space of one placement for each operator (ReaL: Mei et al., MLSys 2025): from a search to ``placement.operators``.
 
-Every model call of a step is a part of the search problem, with a mesh, degrees and a ZeRO stage of its own. The copy
-that trains keeps its memory; a further one takes it while its call runs, and is filled by a Sync unless it is the copy
-that trains. A copy that two calls could share is counted for each of them, so memory is never counted too low. Batch
-sizes are as in the YAML; recomputation, which concerns the one training of a role, is searched. A placement that is
-found is planned; one that the plan rejects is searched again without what was rejected. With ``schedule.lag`` or
-``sync.every`` further copies of trained models are shadows, which keep their memory, on devices that train nothing.
+Every model call of a step is a part of the search problem, with a mesh, degrees, a ZeRO stage and passes of its own.
+The copy that trains keeps its memory; a further one takes it while its call runs, and is filled by a Sync unless it is
+the copy that trains. A copy that two calls could share is counted for each of them, so memory is never counted too low.
+Rows decoded together are as in the YAML; recomputation, which concerns the one training of a role, is searched. A
+placement that is found is planned; one that the plan rejects is searched again without what was rejected. With
+``schedule.lag`` or ``sync.every`` further copies of trained models are shadows, which keep their memory, on devices
+that train nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from math import inf
 
 from flexrlhf.config.engines import FULL_ENGINES, facts_of
 from flexrlhf.config.model_settings import ModelSpec
@@ -50,7 +52,7 @@ from flexrlhf.plan.pipeline import placeable_graph
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
 
-SHARED_SETTINGS = ("micro_batch_tokens", "generate_tokens", "offload_optimizer")
+SHARED_SETTINGS = ("generate_tokens", "offload_optimizer")
 """Settings of a role that its operators share."""
 
 
@@ -133,10 +135,11 @@ class OperatorSketch(Sketch):
 class OperatorSpace(Space):
     """Placements of the operators of ``spec``, in one chunk.
 
-    variants:  (engine, ZeRO stage) → enumerator of the options of models with them, filled on use.
+    variants:  (engine, ZeRO stage, whether passes are as in the spec) → enumerator of the options of models with them,
+               filled on use.
     """
 
-    variants: dict[tuple[str, int | None], OptionEnumerator] = field(default_factory=dict, compare=False)
+    variants: dict[tuple[str, int | None, bool], OptionEnumerator] = field(default_factory=dict, compare=False)
 
     @cached_property
     def sketch(self) -> OperatorSketch:
@@ -186,13 +189,16 @@ class OperatorSpace(Space):
         model, mesh = self._models_by_part[part], self._mesh(shape)
         found = (each for variant in self._variants_of(part) for each in variant.options(model, mesh))
         options = self.allowed(part, tuple(each for each in found if lies_in_nodes(each, model, shape)))
+        if not self.sketch.is_of_rollout(part):
+            options = tuple(_worth_their_memory(options))
         if part == self.sketch.own_part(model.role) or self.sketch.is_kept(part):
             return options
         return tuple(replace(each, resting=0.0, active=each.resting + each.active) for each in options)
 
     def _variants_of(self, part: str) -> Iterator[OptionEnumerator]:
         """Yield enumerators of the options of an operator: with another engine if the engine of its role does not serve
-        it, and also in the ZeRO stages of the copy that trains, which it may share.
+        it, and also in the ZeRO stages of the copy that trains, which it may share. How many tokens of prompts it reads
+        at a time changes no predicted time of generation, so that its passes are as in the spec.
         """
         operator = self.placed_operators[part]
         settings = self.spec.models.of(operator.role)
@@ -200,19 +206,21 @@ class OperatorSpace(Space):
         serves = operator.kind in facts_of(settings.engine).kinds
         is_of_rollout = self.sketch.is_of_rollout(part)
         engine = settings.engine if serves or is_of_rollout else FULL_ENGINES[0]
-        yield self._variant(engine, None)
+        generates = operator.kind == "generate" and not is_of_rollout
+        yield self._variant(engine, None, generates)
         follows = operator.kind != "train" and operator.role in self.roles.trained
         if serves and follows and not is_of_rollout and "zero" not in settings.model_fields_set:
-            yield from (self._variant(engine, zero) for zero in (1, 2) if zero in facts_of(engine).zero)
+            yield from (self._variant(engine, zero, generates) for zero in (1, 2) if zero in facts_of(engine).zero)
 
-    def _variant(self, engine: str, zero: int | None) -> OptionEnumerator:
+    def _variant(self, engine: str, zero: int | None, keeps_passes: bool) -> OptionEnumerator:
         """Return an enumerator of models on ``engine``. ``zero``: their stage; None: it is open."""
-        if (engine, zero) not in self.variants:
-            changes = {} if zero is None else {"zero": zero}
+        key = engine, zero, keeps_passes
+        if key not in self.variants:
+            changes, kept = {} if zero is None else {"zero": zero}, ("micro_batch_tokens",) * keeps_passes
             models = {role: _on_engine(self.spec.models.of(role), engine, changes) for role in self.roles.all}
-            spec = self.spec.with_models(models)
-            self.variants[engine, zero] = self.enumerator.of(spec)
-        return self.variants[engine, zero]
+            spec = self.spec.with_models({role: _with_given(model, kept) for role, model in models.items()})
+            self.variants[key] = self.enumerator.of(spec)
+        return self.variants[key]
 
     def _calls(self) -> Iterator[SearchTask | SearchSync]:
         """Tasks and refills of copies in the order of the trainer's list.
@@ -274,6 +282,7 @@ class OperatorSpace(Space):
         if self.sketch.is_of_rollout(choice.part):
             pp = None if settings.pp == self.spec.rollout.pp else settings.pp
             return OperatorPlacement(ranks=ranks, tp=settings.tp, pp=pp, shadow=is_kept)
+        tokens = (model.of_shadow if is_kept else model).micro_batch_tokens
         return OperatorPlacement(
             ranks=ranks,
             engine=None if settings.engine == model.engine else settings.engine,
@@ -283,6 +292,7 @@ class OperatorSpace(Space):
             pp=settings.pp if facts_of(settings.engine).pp else None,
             cp=None if settings.cp == model.cp else settings.cp,
             ep=None if settings.ep == model.ep else settings.ep,
+            micro_batch_tokens=None if settings.micro_batch_tokens == tokens else settings.micro_batch_tokens,
             shadow=is_kept,
         )
 
@@ -383,11 +393,25 @@ def make_operator_space(spec: Spec, costs: CostModel, lengths: TextLengths | Non
     schedule = spec.schedule.model_copy(update={"num_chunks": 1})
     plain = spec.model_copy(update={"placement": None, "schedule": schedule})
     base = make_space(plain, costs, lengths, of_operators=True)
-    models = {role: _with_shared_settings(base.spec.models.of(role)) for role in base.roles.all}
+    models = {role: _with_given(base.spec.models.of(role), SHARED_SETTINGS) for role in base.roles.all}
     whole = base.spec.with_models(models)
     enumerator = base.enumerator.of(whole)
     kept = {each.name: getattr(base, each.name) for each in fields(base)}
     return OperatorSpace(**{**kept, "spec": whole, "enumerator": enumerator, "has_shadows": base.must_have_shadows})
+
+
+def _worth_their_memory(options: Sequence[Option]) -> Iterator[Option]:
+    """Yield the options of an operator but for those that are hardly faster than one of their layout with less memory,
+    such as most larger passes: each option multiplies the placements to search."""
+    by_layout: dict[Hashable, list[Option]] = {}
+    for each in options:
+        by_layout.setdefault(each.layout, []).append(each)
+    for alike in by_layout.values():
+        fastest = inf
+        for each in sorted(alike, key=lambda each: (each.resting + each.active, sum(each.seconds))):
+            if sum(each.seconds) < (1 - GAP) * fastest:
+                fastest = sum(each.seconds)
+                yield each
 
 
 def _on_engine(model: ModelSpec | None, engine: str, changes: dict[str, int]) -> ModelSpec:
@@ -396,7 +420,7 @@ def _on_engine(model: ModelSpec | None, engine: str, changes: dict[str, int]) ->
     return other.model_copy(update=changes)
 
 
-def _with_shared_settings(model: ModelSpec | None) -> ModelSpec:
-    """Return ``model`` with the settings that operators share marked as given, so that a search keeps them."""
+def _with_given(model: ModelSpec | None, names: Iterable[str]) -> ModelSpec:
+    """Return ``model`` with the settings ``names`` marked as given, so that a search keeps them."""
     assert model is not None, "models are resolved"
-    return model.model_copy(update={name: getattr(model, name) for name in SHARED_SETTINGS})
+    return model.model_copy(update={name: getattr(model, name) for name in names})
