@@ -227,7 +227,8 @@ def paired_changes(
 
 
 def _with_parameters_on_host(spec: Spec, roles: Iterable[str]) -> Iterator[RequestChange]:
-    """Yield the request with ZeRO-3 shards in host memory between passes, which has no price and so is not searched."""
+    """Yield the request with ZeRO-3 shards in host memory between passes, which is searched only where
+    nothing else fits."""
     models, name = _models(spec, roles), "offload_parameters"
     able = [
         role for role, each in models.items() if facts_of(each.engine).offload and name not in each.model_fields_set

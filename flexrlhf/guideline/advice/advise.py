@@ -69,6 +69,8 @@ UNPLANNED = "not planned, since another is faster"
 """Why a placement is left out, of so many devices that few can be planned."""
 PLAN_SECONDS, DEVICE_SECONDS = 0.02, 0.001
 """Work of a plan and of its simulation, and in addition for each device, in seconds of an ordinary core."""
+ON_HOST: Mapping[str, object] = {"zero": 3, "offload_parameters": True}
+"""Settings of a model whose shards are in host memory between passes."""
 NEEDS_SHADOWS = "has no shadow models, which lag, rare syncs or the strategy of the YAML need"
 """Why a placement is no candidate."""
 
@@ -252,15 +254,14 @@ def advise(
         advice = replace(advice, feasible=ranked((*advice.feasible, *lagging)), rejected=(*rejected, *short))
     if not (advice.comparable or advice.refusal) and (last := last_resort(base)) is not None:
         advice = replace(advice, feasible=ranked((*feasible, last)))
-    if not (advice.comparable or advice.refusal) and (other := _on_deepspeed(spec, base.roles.trained)) is not spec:
+    for other in () if advice.comparable or advice.refusal else _on_deepspeed(spec, base.roles.trained):
         try:
             found = advise(other, costs, lengths, seconds_limit, margin, pending, obstacle, False, max_lag)
         except UserError:
             # settings that are written, such as tp, which this engine has not
-            pass
-        else:
-            if found.comparable:
-                return found
+            continue
+        if found.comparable:
+            return found
     if not (advice.comparable or advice.refusal) and (advice.feasible or explains):
         advice = replace(
             advice,
@@ -295,17 +296,23 @@ def _with_less_waiting(advice: Advice) -> Advice:
     return replace(advice, feasible=tuple(feasible), waiting=variants)
 
 
-def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Spec:
-    """Return ``spec`` with the engine whose optimizer states can be in host memory, for trained models whose engine is
-    not written; itself if there is none, and on devices that are no GPUs of known classes."""
+def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Iterator[Spec]:
+    """Yield ``spec`` with the engine whose optimizer states, and then ZeRO-3 shards too, can be in host memory, for
+    trained models whose engine is not written; nothing if there is none, and on devices that are no GPUs of known
+    classes."""
     of_all = spec.models.all
     models = {role: spec.models.of(role) or of_all or ModelSpec() for role in trained}
-    opened = {role: model for role, model in models.items() if "engine" not in model.model_fields_set}
-    is_written = of_all is not None and "engine" in of_all.model_fields_set
-    if is_written or not opened or not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
-        return spec
-    changed = {role: model.model_copy(update={"engine": OFFLOADING_ENGINE}) for role, model in opened.items()}
-    return spec.with_models(changed)
+    written = {
+        role: model.model_fields_set | (of_all.model_fields_set if of_all else set()) for role, model in models.items()
+    }
+    opened: dict[str, dict[str, object]] = {
+        role: {"engine": OFFLOADING_ENGINE} for role in trained if "engine" not in written[role]
+    }
+    if not opened or not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
+        return
+    on_host = {role: {**change, **ON_HOST} for role, change in opened.items() if not ON_HOST.keys() & written[role]}
+    for changes in (opened, {**opened, **on_host}) if on_host else (opened,):
+        yield spec.with_models({role: models[role].model_copy(update=change) for role, change in changes.items()})
 
 
 def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> Mapping[str, str]:
