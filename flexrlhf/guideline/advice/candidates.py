@@ -18,7 +18,7 @@ from flexrlhf.guideline.advice.limits import SpaceLimits
 from flexrlhf.guideline.advice.proposals import fastest_options, spec_of
 from flexrlhf.guideline.advice.space import Space
 from flexrlhf.guideline.search.evaluate import evaluate
-from flexrlhf.guideline.search.problem import Assignment, Choice
+from flexrlhf.guideline.search.problem import Assignment, Choice, device_bytes
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -87,7 +87,7 @@ class FeasibleCandidate:
     @property
     def limits(self) -> SpaceLimits:
         """Limits of its space within which plans take less memory."""
-        return _with_less_memory(self.candidate.space, self.excess, self.plan.most_communicators)
+        return _with_less_memory(self.candidate, self.excess, self.plan.most_communicators)
 
     @property
     def plan(self) -> Plan:
@@ -126,17 +126,21 @@ class RejectedCandidate:
         assert assignment is not None, "nothing is left to reject"
         if not self.share:
             return space.limits.without(assignment, self.reason)
-        return _with_less_memory(space, self.share, self.communicators)
+        return _with_less_memory(self.candidate, self.share, self.communicators)
 
 
-def _with_less_memory(space: Space, needed: float, communicators: int) -> SpaceLimits:
-    """Return the limits of ``space`` after a plan needs ``needed`` of the memory that it may take.
+def _with_less_memory(candidate: Candidate, needed: float, communicators: int) -> SpaceLimits:
+    """Return the limits of a candidate's space after its plan needs ``needed`` of the memory that it may take.
 
-    ``communicators``: of the plan; if they are more than was assumed, they are why.
+    communicators:  of the plan; if they are more than was assumed, they are why.
     """
+    space, assignment = candidate.space, candidate.assignment
+    assert assignment is not None, "what has a plan has settings"
     if communicators > space.communicators:
         return replace(space.limits, communicators=communicators)
-    return space.limits.below(needed)
+    pool, starts = space.pool, {choice.start for choice in assignment}
+    counted = max(device_bytes(assignment, at) / pool.memory[pool.kinds_of(at, 1)[0]] for at in starts)
+    return space.limits.below(needed, counted)
 
 
 def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:

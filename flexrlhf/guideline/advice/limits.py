@@ -64,9 +64,12 @@ class SpaceLimits:
     def allows(self, part: str, settings: object) -> bool:
         return not any(each.covers(part, settings) for each in self.refused)
 
-    def below(self, needed: float) -> Self:
-        """Return these limits after a plan needs ``needed`` of the memory that it may take, a share above 1."""
-        return replace(self, share=self.share * (1 - SPARED) / needed)
+    def below(self, needed: float, counted: float = 1.0) -> Self:
+        """Return these limits after a plan needs ``needed`` of the memory that it may take, a share above 1.
+
+        counted:  share that the search counts for it, so that it is not found again.
+        """
+        return replace(self, share=self.share * (1 - SPARED) * min(1 / needed, counted))
 
     def without(self, assignment: Assignment, sentence: str) -> Self:
         """Return these limits after a plan refuses ``assignment``: without the first setting that ``sentence`` names,
