@@ -111,6 +111,12 @@ class PlacementComparison:
             self.searches[label] = replace(self.searches[label], best=())
         return is_found
 
+    def is_beaten(self, space: Space) -> bool:
+        """Whether no search has found the fastest placement so far with shadows and the lag of ``space``."""
+        lag = space.spec.schedule.lag
+        alike = [item for item in self.feasible if item.candidate.space.has_shadows and item.lag == lag]
+        return not alike or ranked(alike)[0].candidate.method != "search"
+
     def usual(self, plain: Space) -> None:
         """Add the usual placements of ``plain``."""
         plain = replace(plain, limits=replace(plain.limits, refused=self._refused))
@@ -329,9 +335,9 @@ def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> Mapp
         is_found = compared.search(label, space, _seeds(compared.proposed, space))
         # weights that travel in the background, although the YAML does not say so, need memory next to those in use
         may_wait = space.spec.sync.overlap == "auto" and syncs_overlap(space.spec)
-        if space.has_shadows and may_wait and (not is_found or _has_large_copy(space)):
+        if space.has_shadows and may_wait and (compared.is_beaten(space) or _has_large_copy(space)):
             label, space = f"{label}, syncs in turn", with_syncs_in_turn(space)
-            is_found = compared.search(label, space)
+            is_found = compared.search(label, space, _seeds(compared.proposed, space)) or is_found
         if not is_found and space.leaner is not None:
             compared.search(f"{label}, {LEAN}", space.leaner)
     if not base.must_have_shadows:
