@@ -382,8 +382,10 @@ def test_activations_are_offloaded_where_nothing_else_fits() -> None:
     plain, short = settings("A100-40G"), settings("RTX4090-24G")
     assert plain.activation_checkpointing and not (plain.offload_activations or plain.tiled_mlp)
     assert short.offload_activations and short.tiled_mlp
+    whole = settings("RTX4090-24G", "models.actor.tiled_mlp=false")
+    assert whole.engine == "deepspeed" and whole.offload_parameters
     with pytest.raises(UserError, match="with models.actor.tiled_mlp: False; it would fit without"):
-        settings("RTX4090-24G", "models.actor.tiled_mlp=false")
+        settings("RTX4090-24G", "models.actor.tiled_mlp=false", "models.actor.engine=torch")
 
 
 @pytest.mark.full
