@@ -45,7 +45,7 @@ WRITTEN = "# every setting of"
 
 @with_run_options
 def plan(runs: RunOptions, force: Force = False, price: Price = None, html: Html = None, output: Output = None) -> None:
-    """Print placement, schedule, memory and predicted speed of each run.
+    """Print placement, schedule, memory and speed of each run.
 
     Transfers and process groups, too. Data that exists is checked. Starts nothing.
     """

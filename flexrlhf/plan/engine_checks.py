@@ -86,6 +86,8 @@ def _check_recording(graph: Graph, placement: Placement) -> None:
         if operator.samples_responses and EXPERTS in operator.writes:
             copy = placement.copy_for(operator)
             if not copy.facts.routers:
+                # an engine that trains and records none is named first
+                _check_routers(placement[copy.role])
                 key, value = placement[copy.role].key("router_replay"), placement[copy.role].settings.router_replay
                 raise UserError(
                     f"{key}: {value} needs the experts that generation chose, which {copy.engine} does not return "

@@ -146,7 +146,7 @@ def test_a_run_goes_on_with_models_that_an_earlier_one_writes(tmp_path: Path) ->
 
 
 def test_a_run_that_fits_nowhere_keeps_every_model_on_all_devices() -> None:
-    ((plan, text),) = planned([unwritten(*PPO, "cluster={nodes: [{devices: 1, class: V100-16G}]}")])
+    ((plan, text),) = planned([unwritten(*PPO, "cluster={nodes: [{devices: 1, class: V100-16G, memory_gb: 4}]}")])
     assert "every model on all devices, since a search finds no placement that fits" in text
     with pytest.raises(UserError, match="memory: rank 0 needs"):
         check_fits(plan)
