@@ -27,7 +27,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import LARGEST_BATCHES, contradictions, format_advice
 from flexrlhf.guideline.advice.advise import FeasibleCandidate, PlacementComparison, advise, with_kind
 from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
-from flexrlhf.guideline.advice.candidates import FeasibleCandidate, Method, RejectedCandidate, check
+from flexrlhf.guideline.advice.candidates import Method, RejectedCandidate, check
 from flexrlhf.guideline.advice.choice import Advice, complexity, ratios_of
 from flexrlhf.guideline.advice.guideline_rules import RuleVerdict, judged
 from flexrlhf.guideline.advice.proposals import spec_of
