@@ -248,7 +248,10 @@ def partial_bound(tables: Tables, floors: Floors, partial: PartialAssignments, i
     """
     graph, sizes = tables.graph, tables.sizes[partial.shapes]
     column = {part: index for index, part in enumerate(partial.parts)}
-    of_part = _part_seconds(tables, partial, sizes, is_anywhere)
+    room = np.full(partial.starts.shape, tables.most_memory)
+    if not is_anywhere:
+        room = rooms(tables, partial.starts, sizes, partial.figures(tables, "resting"))
+    of_part = _part_seconds(tables, partial, room)
     fitting: Bools = np.ones(len(partial), dtype=np.bool_)
     for part, taken in of_part.items():
         fitting &= np.isfinite(taken).all(axis=1)
@@ -258,7 +261,7 @@ def partial_bound(tables: Tables, floors: Floors, partial: PartialAssignments, i
         if number >= 0:
             part = mine[0]
             seconds[call] = of_part[part][:, number] if part in column else float(floors.seconds[part][number])
-    delays = _link_bounds(tables, column, partial.starts, partial.shapes, seconds)
+    delays = _link_bounds(tables, column, partial, room, seconds)
     overlaps = _overlaps(tables, floors, partial.parts, partial.starts, sizes)
     areas = {w: _area(tables, floors, w, partial, of_part, sizes) / tables.num_devices for w in floors.areas}
     whole = areas.pop(WHOLE)
@@ -266,12 +269,8 @@ def partial_bound(tables: Tables, floors: Floors, partial: PartialAssignments, i
     return np.where(fitting, bound, np.inf)
 
 
-def _part_seconds(tables: Tables, partial: PartialAssignments, sizes: Ints, is_anywhere: bool) -> dict[int, Floats]:
-    """Decided part → least time of each of its tasks, (n, tasks), with the memory that the others leave."""
-    if is_anywhere:
-        room = np.full(partial.starts.shape, tables.most_memory)
-    else:
-        room = rooms(tables, partial.starts, sizes, partial.figures(tables, "resting"))
+def _part_seconds(tables: Tables, partial: PartialAssignments, room: Floats) -> dict[int, Floats]:
+    """Decided part → least time of each of its tasks, (n, tasks), in the ``room`` that the others leave, (n, parts)."""
     seconds = {}
     for column, part in enumerate(partial.parts):
         table, options = tables.parts[part], partial.options[:, column]
@@ -281,17 +280,22 @@ def _part_seconds(tables: Tables, partial: PartialAssignments, sizes: Ints, is_a
 
 
 def _link_bounds(
-    tables: Tables, column: dict[int, int], starts: Ints, shapes: Ints, seconds: list[Floats | float]
+    tables: Tables,
+    column: dict[int, int],
+    partial: PartialAssignments,
+    room: Floats,
+    seconds: list[Floats | float],
 ) -> list[Floats | float]:
-    """Least delay of each row transfer, 0 where one end is undecided. The least time of syncs goes into ``seconds``."""
+    """Least delay of each row transfer in the ``room`` of both ends, 0 where one is undecided. The least time of syncs
+    goes into ``seconds``."""
     delays: list[Floats | float] = [0.0] * len(tables.links)
+    starts, shapes, sizes = partial.starts, partial.shapes, tables.sizes[partial.shapes]
     for index, table in enumerate(tables.links):
         if table.link.source not in column or table.link.to not in column:
             continue
         a, b = column[table.link.source], column[table.link.to]
-        sizes = tables.sizes[shapes]
         relation = relations(starts[:, a], sizes[:, a], starts[:, b], sizes[:, b])
-        least = table.least_seconds(shapes[:, a], shapes[:, b], relation)
+        least = table.least_seconds((shapes[:, a], shapes[:, b]), relation, (room[:, a], room[:, b]))
         if table.link.call >= 0:
             seconds[table.link.call] = least
         else:

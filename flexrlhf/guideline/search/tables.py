@@ -39,10 +39,14 @@ class SecondsByMemory:
 
     def least(self, shapes: Ints, room: Floats) -> Floats:
         """Return the least time of ``shapes`` within ``room`` bytes, (n, tasks); infinite where no option fits."""
-        limit = np.clip(room / self.scale + MEMORY_ROUNDING, -1.0, 1.5)
-        position = np.searchsorted(self.keys, shapes * SHAPE_STEP + limit, side="right")
+        position = _fitting(self.keys, shapes, room / self.scale)
         seconds: Floats = self.seconds[np.maximum(position - 1, 0)]
         return np.where((position > self.first[shapes])[:, None], seconds, np.inf)
+
+
+def _fitting(keys: Floats, groups: Ints, room: Floats) -> Ints:
+    """Return the positions among ``keys``, of groups and memory, after the last that fits into ``room`` devices."""
+    return np.searchsorted(keys, groups * SHAPE_STEP + np.clip(room + MEMORY_ROUNDING, -1.0, 1.5), side="right")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,19 +87,35 @@ class PartTable:
     def options_of(self, shape: int) -> slice:
         return slice(int(self.first[shape]), int(self.first[shape + 1]))
 
-    def ends_of(self, shape: int) -> Ints:
-        """Return the indices of the distinct link ends of a shape."""
-        if shape not in self._ends_of:
-            self._ends_of[shape] = np.unique(self.end[self.options_of(shape)])
-        return self._ends_of[shape]
-
-    @cached_property
-    def _ends_of(self) -> dict[int, Ints]:
-        """Shape → indices of its link ends, filled on use."""
-        return {}
-
 
 @dataclass(frozen=True, eq=False)
+class LinkSides:
+    """The sides of a link's ends on alike meshes, each with the memory that the leanest option of such an end needs.
+
+    alike:  number of each shape's group: those with the same size, kinds and devices in a node, whatever borders of
+            nodes allow on them.
+    keys:   group and memory of each side in one number, sorted.
+    ends:   an end of each side.
+    first:  first position of each group among ``ends``.
+    scale:  bytes of the largest device.
+    """
+
+    alike: Ints
+    keys: Floats
+    ends: Ints
+    first: Ints
+    scale: float
+
+    def of(self, group: int) -> Ints:
+        """Return an end of each side of a group, the leanest first."""
+        return self.ends[self.first[group] : self.first[group + 1]]
+
+    def last(self, groups: Ints, room: Floats) -> Ints:
+        """Return the place of the last side that fits into ``room`` bytes in its group, (n,); the first at least."""
+        return np.maximum(_fitting(self.keys, groups, room / self.scale) - self.first[groups] - 1, 0)
+
+
+@dataclass(eq=False)
 class LinkTable:
     """Seconds of a link, computed when they are first needed.
 
@@ -105,8 +125,9 @@ class LinkTable:
     sides:    number of the side of each end, for both parts.
     firsts:   first end of each side, for both parts.
     values:   seconds by (side, side, relation); NaN where not yet computed.
-    alike:    first shape with the size, kinds and devices in a node of each.
-    least:    the least seconds by (shape, shape, relation), of first alike ones; NaN where not yet computed.
+    alike:    sides by group of meshes and memory, for both parts.
+    place:    first of ``least`` by (group, group, relation); negative where not yet computed.
+    least:    the least seconds of sides up to those with as much memory, both in the order of their groups.
     """
 
     link: Link
@@ -115,7 +136,8 @@ class LinkTable:
     sides: tuple[Ints, Ints]
     firsts: tuple[Ints, Ints]
     values: Floats
-    alike: Ints
+    alike: tuple[LinkSides, LinkSides]
+    place: Ints
     least: Floats
 
     def seconds(self, sources: Ints, targets: Ints, relations: Ints) -> Floats:
@@ -131,27 +153,33 @@ class LinkTable:
             seconds = self.values[sources, targets, relations]
         return seconds
 
-    def least_seconds(self, sources: Ints, targets: Ints, relations: Ints) -> Floats:
-        """Return the least seconds by mesh shapes and relation, (n,), whatever borders of nodes allow on them.
+    def least_seconds(self, shapes: tuple[Ints, Ints], relations: Ints, rooms: tuple[Floats, Floats]) -> Floats:
+        """Return the least seconds between ends whose options fit, (n,); 0 where a part has no option on its mesh.
 
-        0 if a part has no option on one of them.
+        shapes:  of the meshes of both parts.
+        rooms:   bytes that the option of each may need.
         """
-        sources, targets = self.alike[sources], self.alike[targets]
-        least: Floats = self.least[sources, targets, relations]
-        missing = np.isnan(least)
+        sources, targets = (sides.alike[shape] for sides, shape in zip(self.alike, shapes, strict=True))
+        missing = self.place[sources, targets, relations] < 0
         if missing.any():
-            for source, to, relation in _distinct(missing, sources, targets, relations):
-                ends = self._ends_of(self.source, source)[:, None], self._ends_of(self.to, to)[None, :]
-                taken = self.seconds(*ends, np.array([[relation]])) if ends[0].size and ends[1].size else np.zeros(1)
-                self.least[source, to, relation] = taken.min()
-            least = self.least[sources, targets, relations]
-        return least
+            self._fill(list(_distinct(missing, sources, targets, relations)))
+        (source, to), width = self.alike, np.diff(self.alike[1].first)[targets]
+        place = self.place[sources, targets, relations] + width * source.last(sources, rooms[0])
+        return self.least[place + to.last(targets, rooms[1])]
 
-    def _ends_of(self, part: PartTable, first: int) -> Ints:
-        """Return the link ends of ``part``, one for each side, on all shapes that are like the ``first``."""
-        ends = np.concatenate([part.ends_of(int(shape)) for shape in np.flatnonzero(self.alike == first)])
-        sides = self.sides[0 if part is self.source else 1][ends]
-        return ends[np.unique(sides, return_index=True)[1]]
+    def _fill(self, keys: Sequence[tuple[int, ...]]) -> None:
+        """Compute the least seconds of ``keys``: (group, group, relation)."""
+        blocks = [self.least]
+        for source, to, relation in keys:
+            ends = self.alike[0].of(source)[:, None], self.alike[1].of(to)[None, :]
+            block = np.zeros((1, 1))
+            if ends[0].size and ends[1].size:
+                block = self.seconds(*ends, np.array([[relation]]))
+            for axis in range(2):
+                block = np.minimum.accumulate(block, axis=axis)
+            self.place[source, to, relation] = sum(each.size for each in blocks)
+            blocks.append(block.ravel())
+        self.least = np.concatenate(blocks)
 
 
 def _distinct(chosen: Bools, *indices: Ints) -> Iterable[tuple[int, ...]]:
@@ -221,9 +249,10 @@ def tables_of(problem: SearchProblem) -> Tables:
         _part_table(part, shapes, index in linked, max(pool.memory.values()))
         for index, part in enumerate(problem.parts)
     )
-    first: dict[Hashable, int] = {}
-    alike = [first.setdefault((each.size, each.kinds, each.per_node), index) for index, each in enumerate(shapes)]
-    links = tuple(_link_table(link, parts, np.array(alike, dtype=np.int64)) for link in graph.links)
+    numbers: dict[Hashable, int] = {}
+    alike = [numbers.setdefault((each.size, each.kinds, each.per_node), len(numbers)) for each in shapes]
+    most, groups = max(pool.memory.values()), np.array(alike, dtype=np.int64)
+    links = tuple(_link_table(link, parts, groups, most) for link in graph.links)
     stated = {(p, shape): part.num_stated[s] for p, part in enumerate(parts) for s, shape in enumerate(shapes)}
     sizes = np.array([shape.size for shape in shapes], dtype=np.int64)
     memory_at = tuple((start, pool.memory[pool.nodes[start // pool.per_node]]) for start in pool.runs)
@@ -327,12 +356,31 @@ def _least(rows: Floats, first: Ints) -> Floats:
     return least
 
 
-def _link_table(link: Link, parts: Sequence[PartTable], alike: Ints) -> LinkTable:
-    source, to = parts[link.source], parts[link.to]
-    numbers, firsts = zip(*(_sides(part.ends, link) for part in (source, to)), strict=True)
+def _link_table(link: Link, parts: Sequence[PartTable], groups: Ints, memory: float) -> LinkTable:
+    """Return the table of a link. ``groups``: number of each shape's alike ones. ``memory``: bytes of the largest
+    device."""
+    ends = parts[link.source], parts[link.to]
+    numbers, firsts = zip(*(_sides(part.ends, link) for part in ends), strict=True)
     values = np.full((*map(len, firsts), len(RELATIONS)), np.nan)
-    least = np.full((len(alike), len(alike), len(RELATIONS)), np.nan)
-    return LinkTable(link, source, to, numbers, firsts, values, alike, least)
+    alike = tuple(_by_group(part, sides, groups, memory) for part, sides in zip(ends, numbers, strict=True))
+    number = int(groups.max()) + 1
+    place = np.full((number, number, len(RELATIONS)), -1)
+    return LinkTable(link, *ends, numbers, firsts, values, alike, place, np.zeros(0))
+
+
+def _by_group(part: PartTable, sides: Ints, groups: Ints, memory: float) -> LinkSides:
+    """Return an end of each side that ``part`` has in each group of shapes. ``sides``: number of each end's side."""
+    needed = np.full(len(part.ends), np.inf)
+    np.minimum.at(needed, part.end, part.resting + part.active)
+    group = np.zeros(len(part.ends), dtype=np.int64)
+    group[part.end] = groups[part.shape]
+    order = np.lexsort((needed, sides, group))
+    distinct = np.unique(np.stack([group[order], sides[order]]), axis=1, return_index=True)[1]
+    leanest = order[distinct]
+    keys = group[leanest] * SHAPE_STEP + np.minimum(needed[leanest] / memory, 2.0)
+    ordered = np.argsort(keys, kind="stable")
+    first = np.searchsorted(group[leanest][ordered], np.arange(int(groups.max()) + 2))
+    return LinkSides(groups, keys[ordered], leanest[ordered], first, memory)
 
 
 def _sides(ends: Sequence[LinkEnd], link: Link) -> tuple[Ints, Ints]:
