@@ -239,7 +239,7 @@ class OperatorSpace(Space):
                 case Sync():
                     part, task = sketch.part_of(each.destination), sketch.own_part(each.source.role)
                     if sketch.is_kept(part):
-                        yield SearchSync(task, part, partial(self._sync_seconds, each), each.every, each.overlaps)
+                        yield self._sync(each, task, part)
                     else:
                         refills[part] = SearchSync(task, part, partial(self._refill_seconds, each.destination))
 

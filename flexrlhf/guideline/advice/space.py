@@ -279,8 +279,13 @@ class Space:
                 case Sync():
                     if each.destination == engine:
                         yield SearchTask("reload", each.destination)
-                    trained, seconds = sketch.last_training(each.source), partial(self._sync_seconds, each)
-                    yield SearchSync(trained, each.destination, seconds, each.every, each.overlaps)
+                    yield self._sync(each, sketch.last_training(each.source), each.destination)
+
+    def _sync(self, sync: Sync, trained: str, copy: str) -> SearchSync:
+        """Return a sync from the task that trains to the part that receives."""
+        base = self.spec.models.of(sync.source.role)
+        side = partial(_sync_side, base is not None and base.lora is not None)
+        return SearchSync(trained, copy, partial(self._sync_seconds, sync), sync.every, sync.overlaps, side)
 
     def _rows(self) -> Iterator[RowTransfer]:
         """Yield transfers of columns, and waits between models that must not share a device."""
@@ -290,7 +295,7 @@ class Space:
                 seconds = partial(self._rows_seconds, size, self.sketch.must_be_disjoint(writer.model, reader.model))
                 yield RowTransfer(name_of(writer), name_of(reader), seconds, _rows_side)
             for writer in self.sketch.separate(reader):
-                yield RowTransfer(name_of(writer), name_of(reader), self._border_seconds)
+                yield RowTransfer(name_of(writer), name_of(reader), self._border_seconds, lambda end: ())
 
     @staticmethod
     def _border_seconds(source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
@@ -381,6 +386,17 @@ def _rows_side(end: LinkEnd) -> Hashable:
 def _of_rows(side: MeshSide) -> MeshSide:
     """Return ``side`` without what rows do not depend on."""
     return replace(side, zero=0, shards=1, ep=1)
+
+
+def _sync_side(has_adapters: bool, end: LinkEnd) -> Hashable:
+    """Return what a sync depends on of one end: which ranks store which weights, on which devices."""
+    return end.shape.kinds, _of_weights(side_of(end), has_adapters)
+
+
+@lru_cache(maxsize=4096)
+def _of_weights(side: MeshSide, has_adapters: bool) -> MeshSide:
+    """Return ``side`` without what weights do not depend on; where adapters are gathered it matters who has them."""
+    return replace(side, dp=1, cp=side.cp if has_adapters else 1, zero=side.zero if side.zero == 3 else 0)
 
 
 def lies_in_nodes(option: Option, model: SearchModel, shape: MeshShape) -> bool:

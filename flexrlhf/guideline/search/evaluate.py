@@ -105,7 +105,7 @@ def call_graph(problem: SearchProblem) -> CallGraph:
                 column.append(num_tasks[part])
                 num_tasks[part] += 1
             case SearchSync():
-                link = Link(part_of[call.task], parts[call.to], call.seconds, index)
+                link = Link(part_of[call.task], parts[call.to], call.seconds, index, call.side)
                 links.append(link)
                 occupied.append(() if call.overlaps else (link.source, link.to))
                 column.append(-1)

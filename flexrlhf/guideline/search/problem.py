@@ -124,6 +124,7 @@ class SearchSync:
     seconds:   its duration, by both ends.
     every:     batches from one to the next.
     overlaps:  whether it proceeds while both parts go on, until ``to`` is used.
+    side:      what ``seconds`` depend on of each end.
     """
 
     task: str
@@ -131,6 +132,7 @@ class SearchSync:
     seconds: LinkSeconds
     every: int = 1
     overlaps: bool = False
+    side: LinkSide = whole_end
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,9 @@ class SecondsByMemory:
 
 def _fitting(keys: Floats, groups: Ints, room: Floats) -> Ints:
     """Return the positions among ``keys``, of groups and memory, after the last that fits into ``room`` devices."""
-    return np.searchsorted(keys, groups * SHAPE_STEP + np.clip(room + MEMORY_ROUNDING, -1.0, 1.5), side="right")
+    return np.asarray(
+        np.searchsorted(keys, groups * SHAPE_STEP + np.clip(room + MEMORY_ROUNDING, -1.0, 1.5), "right"), dtype=np.int64
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +167,7 @@ class LinkTable:
             self._fill(list(_distinct(missing, sources, targets, relations)))
         (source, to), width = self.alike, np.diff(self.alike[1].first)[targets]
         place = self.place[sources, targets, relations] + width * source.last(sources, rooms[0])
-        return self.least[place + to.last(targets, rooms[1])]
+        return np.asarray(self.least[place + to.last(targets, rooms[1])])
 
     def _fill(self, keys: Sequence[tuple[int, ...]]) -> None:
         """Compute the least seconds of ``keys``: (group, group, relation)."""
@@ -362,7 +364,7 @@ def _link_table(link: Link, parts: Sequence[PartTable], groups: Ints, memory: fl
     ends = parts[link.source], parts[link.to]
     numbers, firsts = zip(*(_sides(part.ends, link) for part in ends), strict=True)
     values = np.full((*map(len, firsts), len(RELATIONS)), np.nan)
-    alike = tuple(_by_group(part, sides, groups, memory) for part, sides in zip(ends, numbers, strict=True))
+    alike = _by_group(ends[0], numbers[0], groups, memory), _by_group(ends[1], numbers[1], groups, memory)
     number = int(groups.max()) + 1
     place = np.full((number, number, len(RELATIONS)), -1)
     return LinkTable(link, *ends, numbers, firsts, values, alike, place, np.zeros(0))
