@@ -46,9 +46,8 @@ class SecondsByMemory:
 
 def _fitting(keys: Floats, groups: Ints, room: Floats) -> Ints:
     """Return the positions among ``keys``, of groups and memory, after the last that fits into ``room`` devices."""
-    return np.asarray(
-        np.searchsorted(keys, groups * SHAPE_STEP + np.clip(room + MEMORY_ROUNDING, -1.0, 1.5), "right"), dtype=np.int64
-    )
+    limits = groups * SHAPE_STEP + np.clip(room + MEMORY_ROUNDING, -1.0, 1.5)
+    return np.asarray(np.searchsorted(keys, limits, side="right"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +113,7 @@ class LinkSides:
 
     def last(self, groups: Ints, room: Floats) -> Ints:
         """Return the place of the last side that fits into ``room`` bytes in its group, (n,); the first at least."""
-        return np.maximum(_fitting(self.keys, groups, room / self.scale) - self.first[groups] - 1, 0)
+        return np.asarray(np.maximum(_fitting(self.keys, groups, room / self.scale) - self.first[groups] - 1, 0))
 
 
 @dataclass(eq=False)
