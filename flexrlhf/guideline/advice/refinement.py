@@ -26,6 +26,8 @@ ROUNDS = 3
 """Times that the settings of every model are looked at."""
 LEAST_GAIN = 1e-4
 """Share of a step's time by which a change has to shorten it."""
+LEAST_PLANNED = 1e-3
+"""Share by which it has to as a search counts it, whatever memory it needs, to be planned."""
 REFINED = 3
 """Placements whose settings are changed with their plans: the fastest ones, and the one to use."""
 NEAR = 0.1
@@ -84,7 +86,7 @@ def _planned(item: FeasibleCandidate) -> FeasibleCandidate:
         for index in range(len(item.candidate.space.models)):
             item = _with_settings(item, index, plans)
         item = _with_cache_of_plan(_with_chunks(item, plans), plans)
-        if item.seconds >= (1 - LEAST_GAIN) * before:
+        if item.seconds >= (1 - LEAST_PLANNED) * before:
             break
     return item
 
@@ -95,10 +97,10 @@ def _with_chunks(item: FeasibleCandidate, plans: Iterator[int]) -> FeasibleCandi
     assert own.assignment is not None, "what fits has settings"
     schedule = own.space.spec.schedule
     for number in () if own.method == "guideline" else allowed_chunks(own.space):
-        if number != schedule.num_chunks and next(plans, None) is not None:
+        if number != schedule.num_chunks:
             chunked = with_schedule(own.space, number, schedule.lag)
             tried = replace(own, space=chunked, assignment=in_space(chunked, chunked.problem, own.assignment))
-            item = _faster_plan(item, tried) or item
+            item = _faster_plan(item, tried, plans) or item
     return item
 
 
@@ -112,9 +114,9 @@ def _with_settings(item: FeasibleCandidate, index: int, plans: Iterator[int]) ->
     assert own.assignment is not None, "what fits has settings"
     choices = _frontier(own.space, own.space.models[index], own.assignment[index])
     low, at, high = 0, len(choices) - 1, len(choices)
-    while low < high and next(plans, None) is not None:
+    while low < high:
         tried = replace(own, assignment=(*own.assignment[:index], choices[at], *own.assignment[index + 1 :]))
-        faster = _faster_plan(item, tried)
+        faster = _faster_plan(item, tried, plans)
         if faster is None:
             high = at
         else:
@@ -142,15 +144,24 @@ def _with_cache_of_plan(item: FeasibleCandidate, plans: Iterator[int]) -> Feasib
         return item
     option = space.option(space.models[index], shape, settings.model_copy(update={"generate_tokens": sized}))
     assignment = (*own.assignment[:index], replace(choice, option=option), *own.assignment[index + 1 :])
-    return _faster_plan(item, replace(own, assignment=assignment)) or item
+    return _faster_plan(item, replace(own, assignment=assignment), plans) or item
 
 
-def _faster_plan(item: FeasibleCandidate, tried: Candidate) -> FeasibleCandidate | None:
-    """Return ``tried`` if its plan has a shorter step than ``item`` and fits as well."""
+def _faster_plan(item: FeasibleCandidate, tried: Candidate, plans: Iterator[int]) -> FeasibleCandidate | None:
+    """Return ``tried`` if it may be faster, ``plans`` are left, and its plan has a shorter step than ``item`` and fits
+    as well."""
+    if _seconds(tried) > (1 - LEAST_PLANNED) * _seconds(item.candidate) or next(plans, None) is None:
+        return None
     checked = check(tried)
     if not isinstance(checked, FeasibleCandidate) or checked.excess > max(1 + ROUNDING, item.excess):
         return None
     return checked if checked.seconds < (1 - LEAST_GAIN) * item.seconds else None
+
+
+def _seconds(candidate: Candidate) -> float:
+    """Return the seconds of a step as a search counts them."""
+    assert candidate.assignment is not None, "what is planned has settings"
+    return evaluate(candidate.space.problem, candidate.assignment)
 
 
 def _frontier(space: Space, model: SearchModel, choice: Choice) -> list[Choice]:
