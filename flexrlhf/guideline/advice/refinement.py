@@ -21,6 +21,7 @@ from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.plan import Plan
 
 ROUNDS = 3
 """Times that the settings of every model are looked at."""
@@ -152,10 +153,19 @@ def _faster_plan(item: FeasibleCandidate, tried: Candidate, plans: Iterator[int]
     as well."""
     if _seconds(tried) > (1 - LEAST_PLANNED) * _seconds(item.candidate) or next(plans, None) is None:
         return None
-    checked = check(tried)
+    checked = check(_with_memory_of(item.plan, tried))
     if not isinstance(checked, FeasibleCandidate) or checked.excess > max(1 + ROUNDING, item.excess):
         return None
     return checked if checked.seconds < (1 - LEAST_GAIN) * item.seconds else None
+
+
+def _with_memory_of(plan: Plan, candidate: Candidate) -> Candidate:
+    """Return ``candidate`` with the memory that fewer communicators leave, if ``plan`` has fewer than were assumed and
+    its YAML sets memory."""
+    space, number = candidate.space, max(1, plan.most_communicators)
+    if not space.has_less_memory or number >= space.communicators:
+        return candidate
+    return replace(candidate, space=replace(space, limits=replace(space.limits, communicators=number)))
 
 
 def _seconds(candidate: Candidate) -> float:
