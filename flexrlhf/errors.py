@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 LONGEST = 1500
 """Characters of a sentence that is shown."""
@@ -30,6 +30,24 @@ _EXHAUSTED = (
 
 class UserError(ValueError):
     """Problem of a setting, a file or a data row, which the user can fix."""
+
+
+class SettingError(UserError):
+    """Setting of a model that does not go with its engine, sizes, devices or other settings.
+
+    section:  of the YAML, such as ``models.actor``.
+    setting:  its name there.
+    only:     the one value that works; None: others may.
+    """
+
+    def __init__(self, sentence: str, section: str = "", setting: str = "", only: object = None) -> None:
+        super().__init__(sentence)
+        self.section, self.setting, self.only = section, setting, only
+
+    @classmethod
+    def of(cls, section: str, setting: str, reason: str, only: object = None) -> Self:
+        """Return the error whose sentence begins with the key of the setting."""
+        return cls(f"{section}.{setting}: {reason}", section, setting, only)
 
 
 class RunStopped(Exception):

@@ -11,7 +11,7 @@ from typing import Self
 from flexrlhf.config.model_settings import Dtype, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import PLACEMENT_SETTINGS, PlacementEntry, PlacementMap
 from flexrlhf.config.spec import RolloutSpec, Spec
-from flexrlhf.errors import UserError, either, nearest
+from flexrlhf.errors import SettingError, UserError, either, nearest
 from flexrlhf.placement.by_class import on_classes
 from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
 from flexrlhf.placement.layout import Layout, generation_layout
@@ -81,10 +81,12 @@ def _check_hybrid(spec: Spec, has_shadows: bool) -> None:
     """Raise UserError for a shadow next to a copy that generates on the trained copy's ranks."""
     rollout = spec.rollout
     if rollout.is_hybrid and has_shadows:
-        raise UserError(
-            f"rollout.engine: {rollout.engine} generates on the ranks that train the actor, and with shadows its "
+        raise SettingError.of(
+            "rollout",
+            "engine",
+            f"{rollout.engine} generates on the ranks that train the actor, and with shadows its "
             f"shadow generates; use transformers with models.actor.shadow: {{engine: {rollout.engine}, tp: "
-            f"{rollout.tp}}}, or a placement without shadows"
+            f"{rollout.tp}}}, or a placement without shadows",
         )
 
 
@@ -137,19 +139,21 @@ def sharded_as_set(model: PlacedModel, cluster: Cluster) -> PlacedModel:
     least, most = min(counts.values()), max(counts.values())
     if least < most:
         few, many = (next(node for node, count in counts.items() if count == each) for each in (least, most))
-        raise UserError(
-            f"{model.key('shard')}: node needs as many replicas of {model.name} on each of its nodes, found {least} on "
-            f"node {few} and {most} on node {many}; use all, or place {max(2, least)} on each"
+        raise model.refusal(
+            "shard",
+            f"node needs as many replicas of {model.name} on each of its nodes, found {least} on "
+            f"node {few} and {most} on node {many}; use all, or place {max(2, least)} on each",
         )
     if most == 1:
-        raise UserError(
-            f"{model.key('shard')}: node needs several replicas of {model.name} on each of its nodes, found 1; "
-            f"use all, or a smaller tp"
+        raise model.refusal(
+            "shard",
+            f"node needs several replicas of {model.name} on each of its nodes, found 1; use all, or a smaller tp",
         )
     if most % model.layout.ep:
-        raise UserError(
-            f"{model.key('ep')}: {model.layout.ep} does not divide the {most} replicas of {model.name} on a node, over "
-            f"which shard node shards; use shard all, or ep {either(n for n in range(1, most + 1) if most % n == 0)}"
+        raise model.refusal(
+            "ep",
+            f"{model.layout.ep} does not divide the {most} replicas of {model.name} on a node, over "
+            f"which shard node shards; use shard all, or ep {either(n for n in range(1, most + 1) if most % n == 0)}",
         )
     return replace(model, sharded_over=0 if len(counts) == 1 else most)
 
@@ -215,33 +219,39 @@ def check_degrees(name: str, section: str, ranks: tuple[int, ...], degrees: Degr
     size, tp, pp, cp, whole = len(ranks), degrees.tp, degrees.pp, degrees.cp, degrees.whole_nodes
     if size % pp:
         stages = either(n for n in range(1, size + 1) if size % n == 0)
-        raise UserError(f"{section}.pp: {pp} does not divide the {size} devices of {name}; use {stages}")
+        raise SettingError.of(section, "pp", f"{pp} does not divide the {size} devices of {name}; use {stages}")
     if size % (tp * pp) == 0 and _stays_on_node(ranks, tp, cluster, whole):
         fits = [n for n in range(1, size + 1) if size % (n * tp * pp) == 0]
         if cp not in fits:
-            raise UserError(
-                f"{section}.cp: {cp} does not divide the {size // (tp * pp)} copies of {name} on its {size} devices; "
-                f"use {either(fits)}"
+            raise SettingError.of(
+                section,
+                "cp",
+                f"{cp} does not divide the {size // (tp * pp)} copies of {name} on its {size} devices; "
+                f"use {either(fits)}",
             )
         if cp > 1 and not degrees.crosses and not _stays_on_node(ranks, cp * tp, cluster):
             stay = [n for n in fits if _stays_on_node(ranks, n * tp, cluster)]
-            raise UserError(
-                f"{section}.cp: {cp} ranks of {name} would lie on two nodes; use {either(stay)}, or context_parallel "
-                f"ring"
+            raise SettingError.of(
+                section,
+                "cp",
+                f"{cp} ranks of {name} would lie on two nodes; use {either(stay)}, or context_parallel ring",
             )
         copies, ep = size // (tp * pp), degrees.ep
         if copies % ep:
             divisors = [n for n in range(1, copies + 1) if copies % n == 0]
-            raise UserError(
-                f"{section}.ep: {ep} does not divide the {copies} copies of {name} on its {size} devices; "
-                f"use {either(divisors)}"
+            raise SettingError.of(
+                section,
+                "ep",
+                f"{ep} does not divide the {copies} copies of {name} on its {size} devices; use {either(divisors)}",
             )
         return
     works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster, whole)]
     if size % (tp * pp):
         stages = f" in {pp} pipeline stages" if pp > 1 else ""
-        raise UserError(f"{section}.tp: {tp} does not divide the {size} devices of {name}{stages}; use {either(works)}")
-    raise UserError(f"{section}.tp: {tp} ranks of {name} would lie on two nodes; use {either(works)}")
+        raise SettingError.of(
+            section, "tp", f"{tp} does not divide the {size} devices of {name}{stages}; use {either(works)}"
+        )
+    raise SettingError.of(section, "tp", f"{tp} ranks of {name} would lie on two nodes; use {either(works)}")
 
 
 def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster, whole_nodes: bool = False) -> bool:

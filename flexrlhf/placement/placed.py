@@ -13,6 +13,7 @@ from flexrlhf.config.engines import EngineFacts, Split, facts_of
 from flexrlhf.config.model_settings import Head, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import OperatorPlacement
 from flexrlhf.config.spec import RolloutSpec
+from flexrlhf.errors import SettingError
 from flexrlhf.placement.layout import Layout
 
 SHADOW = "shadow"
@@ -193,13 +194,21 @@ class PlacedModel:
 
     def key(self, setting: str) -> str:
         """Return the YAML key of ``setting``; settings that a copy's section lacks are its role's."""
+        return ".".join(self._place_of(setting))
+
+    def refusal(self, setting: str, reason: str, only: object = None) -> SettingError:
+        """Return the error of ``setting``. ``only``: the one value that works; None: others may."""
+        return SettingError.of(*self._place_of(setting), reason, only)
+
+    def _place_of(self, setting: str) -> tuple[str, str]:
+        """Return the section of the YAML and the name there of ``setting``."""
         if self.operator and setting in OperatorPlacement.model_fields:
-            return f"placement.operators.{self.operator}.{setting}"
+            return f"placement.operators.{self.operator}", setting
         if self.rollout is not None:
             own = {"generate_tokens": "kv_tokens"}.get(setting, setting)
-            return f"rollout.{own}" if own in RolloutSpec.model_fields else f"models.{self.role}.{setting}"
+            return ("rollout", own) if own in RolloutSpec.model_fields else (f"models.{self.role}", setting)
         section = f".{SHADOW}" if self.is_shadow and setting in ShadowSpec.model_fields else ""
-        return f"models.{self.role}{section}.{setting}"
+        return f"models.{self.role}{section}", setting
 
 
 MOST_OF_SHARES = 1000

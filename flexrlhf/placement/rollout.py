@@ -9,7 +9,7 @@ from typing import Any
 from flexrlhf.config.engines import VLLM, facts_of
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.config.spec import RolloutSpec, Spec
-from flexrlhf.errors import UserError
+from flexrlhf.errors import SettingError
 from flexrlhf.placement.layout import BatchShape, Layout
 
 _OF_MODULES = (
@@ -66,9 +66,11 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     rollout, row, facts = spec.rollout, padded_row(spec), facts_of(spec.rollout.engine)
     if rollout.kv_tokens is not None and rollout.kv_tokens < row:
         blocks = f", in blocks of {facts.cache_block}" if facts.cache_block else ""
-        raise UserError(
-            f"rollout.kv_tokens: {rollout.kv_tokens} are less than one row of {row} tokens (prompt and response"
-            f"{blocks}); use at least {row}"
+        raise SettingError.of(
+            "rollout",
+            "kv_tokens",
+            f"{rollout.kv_tokens} are less than one row of {row} tokens (prompt and response"
+            f"{blocks}); use at least {row}",
         )
     tokens = rollout.kv_tokens or max(model.generate_tokens, row)
     settings = ModelSpec(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from flexrlhf.config.engines import ENGINES, FULL_ENGINES, MODEL_ENGINES, TORCH, EngineFacts
 from flexrlhf.config.model_settings import NO_REPLAY, OF_ROUTERS, ModelSpec
 from flexrlhf.config.spec import RolloutSpec
-from flexrlhf.errors import UserError, either, nearest
+from flexrlhf.errors import SettingError, UserError, either, nearest
 from flexrlhf.operators.columns import EXPERTS
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import PlacedModel, Placement
@@ -26,19 +26,19 @@ def check_operators(graph: Graph, placement: Placement, is_evaluated: bool = Fal
         check_engine(model.key("engine"), model.engine)
         for operator in graph.operators:
             if placement.copy_for(operator) == model and not _serves(model, operator):
-                raise UserError(
-                    f"{model.key('engine')}: engine {model.engine} does not support {operator.kind}; "
-                    + _instead(model, operator)
+                raise model.refusal(
+                    "engine", f"engine {model.engine} does not support {operator.kind}; " + _instead(model, operator)
                 )
         for operator in graph.evaluated if is_evaluated else ():
             if placement.copy_for(operator) == model and not _serves(model, operator):
-                raise UserError(
-                    f"{model.key('engine')}: engine {model.engine} does not support {operator.kind}, which an "
-                    f"evaluation does on this copy; use {either(FULL_ENGINES)}, or remove eval"
+                raise model.refusal(
+                    "engine",
+                    f"engine {model.engine} does not support {operator.kind}, which an "
+                    f"evaluation does on this copy; use {either(FULL_ENGINES)}, or remove eval",
                 )
         if model.engine not in MODEL_ENGINES and model.rollout is None:
             remedy = f"set rollout.engine: {model.engine}, and remove it here" if model.operator else _elsewhere(model)
-            raise UserError(f"{model.key('engine')}: {model.engine} is for rollout.engine alone; {remedy}")
+            raise model.refusal("engine", f"{model.engine} is for rollout.engine alone; {remedy}")
         if model.rollout is not None:
             _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
     _check_idle_graphs(graph, placement, is_evaluated)
@@ -50,9 +50,8 @@ def check_ring(placement: Placement) -> None:
     if all(model.settings.cp == 1 for model in placement.models):
         for model in placement.models:
             if (way := model.settings.context_parallel) != "auto":
-                raise UserError(
-                    f"{model.key('context_parallel')}: {way} is for a cp above 1, and all models have cp 1; use auto, "
-                    f"or give cp"
+                raise model.refusal(
+                    "context_parallel", f"{way} is for a cp above 1, and all models have cp 1; use auto, or give cp"
                 )
 
 
@@ -60,9 +59,10 @@ def check_replayed_passes(model: PlacedModel) -> None:
     """Raise UserError for a model that generates with CUDA graphs if its passes call libraries of collectives, or are
     another engine's."""
     if model.engine != TORCH.name or model.layout.tp > 1 or model.split != "whole":
-        raise UserError(
-            f"{model.key('cuda_graphs')}: true is for engine torch with tp 1 and whole weights on each rank, found "
-            f"engine {model.engine}, tp {model.layout.tp}, zero {model.settings.zero}; use false"
+        raise model.refusal(
+            "cuda_graphs",
+            f"true is for engine torch with tp 1 and whole weights on each rank, found "
+            f"engine {model.engine}, tp {model.layout.tp}, zero {model.settings.zero}; use false",
         )
 
 
@@ -74,9 +74,9 @@ def _check_idle_graphs(graph: Graph, placement: Placement, is_evaluated: bool) -
         own = [copy for copy in copies if copy.role == model.role]
         if model.settings.cuda_graphs and not any(copy.settings.cuda_graphs for copy in own):
             remedy = f"use false, and rollout.cuda_graphs for {own[0].engine}" if own else "use false"
-            raise UserError(
-                f"{model.key('cuda_graphs')}: true is for roles that generate with engine torch, which {model.role} "
-                f"does not; {remedy}"
+            raise model.refusal(
+                "cuda_graphs",
+                f"true is for roles that generate with engine torch, which {model.role} does not; {remedy}",
             )
 
 
@@ -86,12 +86,13 @@ def _check_recording(graph: Graph, placement: Placement) -> None:
         if operator.samples_responses and EXPERTS in operator.writes:
             copy = placement.copy_for(operator)
             if not copy.facts.routers:
+                trained = placement[copy.role]
                 # an engine that trains and records none is named first
-                _check_routers(placement[copy.role])
-                key, value = placement[copy.role].key("router_replay"), placement[copy.role].settings.router_replay
-                raise UserError(
-                    f"{key}: {value} needs the experts that generation chose, which {copy.engine} does not return "
-                    f"here; use none, or rollout.engine: transformers"
+                _check_routers(trained)
+                raise trained.refusal(
+                    "router_replay",
+                    f"{trained.settings.router_replay} needs the experts that generation chose, which {copy.engine} "
+                    f"does not return here; use none, or rollout.engine: transformers",
                 )
 
 
@@ -127,9 +128,8 @@ def check_settings(model: PlacedModel) -> None:
     _check_offload(model)
     _check_role(model)
     if model.settings.attention == "flash_attention_2" and model.settings.dtype == "float32":
-        raise UserError(
-            f"{model.key('attention')}: flash_attention_2 computes in 16 bits, found dtype float32; use sdpa, or dtype "
-            f"bfloat16"
+        raise model.refusal(
+            "attention", "flash_attention_2 computes in 16 bits, found dtype float32; use sdpa, or dtype bfloat16"
         )
     if model.settings.config:
         lacks = f"engine {model.engine} has no settings of its own; use {{}}"
@@ -147,18 +147,17 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
     ``trained``: the copy that it follows; ``is_apart``: whether the two share no rank.
     """
     if is_apart and trained.settings.shadow is not None:
-        raise UserError(
-            f"{trained.key('shadow')}: the rollout engine replaces this copy; set rollout instead, and remove this"
-        )
+        raise trained.refusal("shadow", "the rollout engine replaces this copy; set rollout instead, and remove this")
     for name in sorted(VLLM_ARGUMENTS & set(rollout.config)):
         reason = "quantised weights are not supported" if name == "quantization" else "is set by the run"
         raise UserError(f"rollout.config.{name}: {reason}; remove it")
     if rollout.adapters == "separate":
         _check_separate(trained)
     if rollout.process == "child" and not is_apart:
-        raise UserError(
-            "rollout.process: a child keeps its memory while its rank trains the actor; use inline, or a placement "
-            "with shadows"
+        raise SettingError.of(
+            "rollout",
+            "process",
+            "a child keeps its memory while its rank trains the actor; use inline, or a placement with shadows",
         )
 
 
@@ -166,8 +165,8 @@ def _check_child(rollout: RolloutSpec) -> None:
     """Raise UserError for an engine in a child process that has several ranks."""
     for name in ("tp", "pp"):
         if (degree := getattr(rollout, name)) > 1:
-            raise UserError(
-                f"rollout.process: a child process serves one rank, found {name} {degree}; use inline, or {name} 1"
+            raise SettingError.of(
+                "rollout", "process", f"a child process serves one rank, found {name} {degree}; use inline, or {name} 1"
             )
 
 
@@ -175,9 +174,11 @@ def _check_separate(trained: PlacedModel) -> None:
     """Raise UserError if the actor has no adapters that vLLM could add by itself."""
     lora = trained.settings.lora
     if lora is None:
-        raise UserError(
-            f"rollout.adapters: separate sends the adapters of models.{trained.role}, which has none; set "
-            f"{trained.key('lora')}, or use merged"
+        raise SettingError.of(
+            "rollout",
+            "adapters",
+            f"separate sends the adapters of models.{trained.role}, which has none; set "
+            f"{trained.key('lora')}, or use merged",
         )
     rank_in_vllm(trained.role, lora)
 
@@ -197,17 +198,17 @@ def _check_sharding(model: PlacedModel) -> None:
         lacks = f"{engine} shards over all ranks of a model, found node; use all"
         _require(model, "shard", lambda each: each.node, lacks)
     if settings.shard == "node" and settings.zero == 0 and not model.follows:
-        raise UserError(f"{model.key('shard')}: node needs zero 2 or 3, found 0; use zero 3, or shard all")
+        raise model.refusal("shard", "node needs zero 2 or 3, found 0; use zero 3, or shard all")
     if settings.pp > 1:
         lacks = f"{engine} has no pipeline stages, found pp {settings.pp}; use 1"
-        _require(model, "pp", lambda each: each.pp, lacks)
+        _require(model, "pp", lambda each: each.pp, lacks, 1)
     if settings.cp > 1:
         lacks = f"engine {model.engine} has no context parallel, found cp {settings.cp}; use 1"
-        _require(model, "cp", lambda each: each.cp, lacks)
+        _require(model, "cp", lambda each: each.cp, lacks, 1)
         _check_context_parallel(model)
     if settings.ep > 1:
         lacks = f"engine {model.engine} has no expert parallel, found ep {settings.ep}; use 1"
-        _require(model, "ep", lambda each: each.ep, lacks)
+        _require(model, "ep", lambda each: each.ep, lacks, 1)
 
 
 def _check_routers(model: PlacedModel) -> None:
@@ -217,23 +218,23 @@ def _check_routers(model: PlacedModel) -> None:
         lacks = f"engine {model.engine} records no experts, found {value}; use none"
         _require(model, "router_replay", lambda each: each.routers, lacks)
         if model.settings.compile:
-            raise UserError(f"{model.key('router_replay')}: goes with compile false, found true; use false, or none")
+            raise model.refusal("router_replay", "goes with compile false, found true; use false, or none")
     for name in OF_ROUTERS:
         found = getattr(model.settings, name)
         if found and model.trained:
             lacks = f"engine {model.engine} does not count tokens of experts, found {found:g}; use 0"
             _require(model, name, lambda each: each.transformers_modules, lacks)
             if model.settings.compile:
-                raise UserError(f"{model.key(name)}: goes with compile false, found true; use false, or 0")
+                raise model.refusal(name, "goes with compile false, found true; use false, or 0")
 
 
 def _check_context_parallel(model: PlacedModel) -> None:
     """Raise UserError for kernels that do not compute a part of a row."""
     settings = model.settings
     if settings.attention != "auto":
-        raise UserError(f"{model.key('cp')}: goes with attention auto, found {settings.attention}; use auto, or cp 1")
+        raise model.refusal("cp", f"goes with attention auto, found {settings.attention}; use auto, or cp 1")
     if settings.compile:
-        raise UserError(f"{model.key('cp')}: goes with compile false, found true; use false, or cp 1")
+        raise model.refusal("cp", "goes with compile false, found true; use false, or cp 1")
 
 
 def _check_computation(model: PlacedModel) -> None:
@@ -250,17 +251,19 @@ def _check_computation(model: PlacedModel) -> None:
         if getattr(settings, name):
             _require(model, name, lambda each: each.transformers_modules, lacks)
     if settings.tiled_mlp and settings.compile:
-        raise UserError(f"{model.key('compile')}: a layer with tiled_mlp is not compiled, found both; use false")
+        raise model.refusal("compile", "a layer with tiled_mlp is not compiled, found both; use false")
     optimizers = facts.sharded_optimizers
     if model.trained and settings.zero and optimizers and settings.optimizer.name not in optimizers:
-        raise UserError(
-            f"{model.key('zero')}: {settings.zero} of engine {model.engine} has no {settings.optimizer.name}; use 0, "
-            f"or optimizer.name {either(optimizers)}"
+        raise model.refusal(
+            "zero",
+            f"{settings.zero} of engine {model.engine} has no {settings.optimizer.name}; use 0, "
+            f"or optimizer.name {either(optimizers)}",
         )
     if model.head == "both" and not facts.both_heads:
-        raise UserError(
-            f"{model.key('engine')}: {model.engine} puts one head on a trunk, and {model.role} has policy and values "
-            f"on one; use {engines_with(lambda other: other.both_heads)}, or a separate critic"
+        raise model.refusal(
+            "engine",
+            f"{model.engine} puts one head on a trunk, and {model.role} has policy and values "
+            f"on one; use {engines_with(lambda other: other.both_heads)}, or a separate critic",
         )
 
 
@@ -273,15 +276,16 @@ def _check_offload(model: PlacedModel) -> None:
     if settings.offload_activations:
         _require(model, "offload_activations", lambda each: each.transformers_modules, lacks)
         if model.trained and not settings.activation_checkpointing:
-            raise UserError(
-                f"{model.key('offload_activations')}: offloads the inputs of checkpointed layers, found true without "
-                f"activation_checkpointing; set that too, or use false"
+            raise model.refusal(
+                "offload_activations",
+                "offloads the inputs of checkpointed layers, found true without "
+                "activation_checkpointing; set that too, or use false",
             )
     if settings.offload_optimizer and settings.zero == 0:
-        raise UserError(f"{model.key('offload_optimizer')}: needs zero 1, 2 or 3, found 0; use zero 1")
+        raise model.refusal("offload_optimizer", "needs zero 1, 2 or 3, found 0; use zero 1")
     if settings.offload_parameters and settings.zero != 3:
-        raise UserError(
-            f"{model.key('offload_parameters')}: needs zero 3, found {settings.zero}; use zero 3 or offload_optimizer"
+        raise model.refusal(
+            "offload_parameters", f"needs zero 3, found {settings.zero}; use zero 3 or offload_optimizer"
         )
 
 
@@ -292,22 +296,24 @@ def _check_role(model: PlacedModel) -> None:
         return
     for name in ("optimizer", "offload_optimizer"):
         if getattr(settings, name) != getattr(ModelSpec(), name):
-            raise UserError(f"{model.key(name)}: {model.role} is not trained, so it has no optimizer; remove it")
+            raise model.refusal(name, f"{model.role} is not trained, so it has no optimizer; remove it")
     for name in ("activation_checkpointing", "offload_activations", *OF_ROUTERS):
         if getattr(settings, name):
-            raise UserError(f"{model.key(name)}: {model.role} is not trained; remove it")
+            raise model.refusal(name, f"{model.role} is not trained; remove it")
     if settings.shadow is not None:
-        raise UserError(f"{model.key('shadow')}: {model.role} is not trained, so it has no shadow; remove it")
+        raise model.refusal("shadow", f"{model.role} is not trained, so it has no shadow; remove it")
     if settings.lora is not None:
-        raise UserError(f"{model.key('lora')}: {model.role} is not trained, so its adapters have no effect; remove it")
+        raise model.refusal("lora", f"{model.role} is not trained, so its adapters have no effect; remove it")
 
 
-def _require(model: PlacedModel, name: str, supports: Callable[[EngineFacts], bool], lacks: str) -> None:
+def _require(
+    model: PlacedModel, name: str, supports: Callable[[EngineFacts], bool], lacks: str, only: object = None
+) -> None:
     """Raise UserError for setting ``name`` if the model's engine does not support it: with ``lacks``, and the engines
-    that do."""
+    that do. ``only``: the one value that this engine supports; None: others may be."""
     if not supports(model.facts):
         engines = engines_with(supports)
-        raise UserError(f"{model.key(name)}: {lacks}" + f", or {engines}" * bool(engines))
+        raise model.refusal(name, lacks + f", or {engines}" * bool(engines), only)
 
 
 def engines_with(supports: Callable[[EngineFacts], bool]) -> str:

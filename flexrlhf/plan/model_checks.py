@@ -20,7 +20,7 @@ from flexrlhf.config.model_names import (
     WITH_SPLIT_EXPERTS,
 )
 from flexrlhf.config.model_settings import OF_ROUTERS, Head, ModelSpec
-from flexrlhf.errors import UserError, either
+from flexrlhf.errors import SettingError, UserError, either
 from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots, has_lengths
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
@@ -112,14 +112,18 @@ def check_placed_model(
 def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for a model whose weights cannot be mapped to the fused tensors of a rollout engine."""
     if shape is None or shape.sizes is None or shape.sizes.family not in SERVED + LATENT:
-        raise UserError(
-            f"rollout.engine: {model.engine} supports only {', '.join(SERVED)} models here, and "
-            f"models.{model.role} is of another family; use transformers"
+        raise SettingError.of(
+            "rollout",
+            "engine",
+            f"{model.engine} supports only {', '.join(SERVED)} models here, and "
+            f"models.{model.role} is of another family; use transformers",
         )
     if shape.sizes.experts is not None and model.settings.lora is not None:
-        raise UserError(
-            f"rollout.adapters: separate is for models without experts, and models.{model.role} has "
-            f"{shape.sizes.experts.number}; use merged"
+        raise SettingError.of(
+            "rollout",
+            "adapters",
+            f"separate is for models without experts, and models.{model.role} has "
+            f"{shape.sizes.experts.number}; use merged",
         )
     if shape.sizes.sinks:
         _check_fixed(model)
@@ -127,16 +131,20 @@ def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
     if shape.sizes.experts is not None:
         stages = {layer * pp // layers for layer in range(layers) if layer not in shape.sizes.experts.dense}
         if len(stages) < min(pp, layers):
-            raise UserError(
-                f"rollout.pp: {model.engine} needs a layer with experts in each stage, and of {pp} stages of "
-                f"models.{model.role} only {len(stages)} would have one; use fewer"
+            raise SettingError.of(
+                "rollout",
+                "pp",
+                f"{model.engine} needs a layer with experts in each stage, and of {pp} stages of "
+                f"models.{model.role} only {len(stages)} would have one; use fewer",
             )
     multiple = model.facts.vocabulary_multiple
     padded = -(-shape.sizes.vocabulary // multiple) * multiple
     if padded % model.settings.tp:
-        raise UserError(
-            f"rollout.tp: {model.settings.tp} does not divide the vocabulary of models.{model.role}, padded by "
-            f"{model.engine} to {padded}; use {either(n for n in (1, 2, 4, 8, 16, 32) if padded % n == 0)}"
+        raise SettingError.of(
+            "rollout",
+            "tp",
+            f"{model.settings.tp} does not divide the vocabulary of models.{model.role}, padded by "
+            f"{model.engine} to {padded}; use {either(n for n in (1, 2, 4, 8, 16, 32) if padded % n == 0)}",
         )
 
 
@@ -147,9 +155,11 @@ def _check_fixed(model: PlacedModel) -> None:
     fixed = {**FIXED, "layer_types": [*islice(cycle(("sliding_attention", "full_attention")), len(kinds))]}
     for key, value in fixed.items():
         if config.get(key, value) not in (value, None):
-            raise UserError(
-                f"rollout.engine: {model.engine} computes gpt_oss models with {key} {value} alone, and "
-                f"models.{model.role} has {config[key]}; use transformers"
+            raise SettingError.of(
+                "rollout",
+                "engine",
+                f"{model.engine} computes gpt_oss models with {key} {value} alone, and "
+                f"models.{model.role} has {config[key]}; use transformers",
             )
 
 
@@ -161,25 +171,25 @@ def _check_mapped(model: PlacedModel, shape: ModelShape | None, longest: int) ->
     others = engines_with(lambda other: other.transformers_modules)
     found = _other_family(shape, STAGED)
     if shape is None or found is not None:
-        raise UserError(
-            f"{model.key('engine')}: {model.engine} maps {', '.join(STAGED)} models, found {found}; use {others}"
-        )
+        raise model.refusal("engine", f"{model.engine} maps {', '.join(STAGED)} models, found {found}; use {others}")
     is_shared = model.settings.tp > 1 and shape.sizes is not None and shape.sizes.experts is not None
     if is_shared and not model.settings.sequence_parallel:
-        raise UserError(
-            f"{model.key('sequence_parallel')}: {model.settings.tp} tensor-parallel ranks share experts by the tokens "
-            f"of each, found false; use true, or tp 1"
+        raise model.refusal(
+            "sequence_parallel",
+            f"{model.settings.tp} tensor-parallel ranks share experts by the tokens "
+            f"of each, found false; use true, or tp 1",
         )
     lora = model.settings.lora
     adapted = {*expert_candidates(shape.parameters)} & {*(() if lora is None else lora.targets or ())}
     if adapted:
-        raise UserError(
-            f"{model.key('lora')}: {model.engine} has no adapters of experts, found targets "
-            f"{', '.join(sorted(adapted))}; use targets of attention, or {others}"
+        raise model.refusal(
+            "lora",
+            f"{model.engine} has no adapters of experts, found targets "
+            f"{', '.join(sorted(adapted))}; use targets of attention, or {others}",
         )
     unmapped = _unmapped(shape, longest)
     if unmapped:
-        raise UserError(f"{model.key('engine')}: {model.engine} has no {unmapped}; use {others}")
+        raise model.refusal("engine", f"{model.engine} has no {unmapped}; use {others}")
 
 
 def _unmapped(shape: ModelShape, longest: int) -> str:
@@ -215,27 +225,27 @@ def _check_modules(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for Liger's kernels or tiles of an MLP in a family that is not among those checked here."""
     found, attention = _other_family(shape), model.settings.attention
     if found in WITH_SINKS and attention in ("sdpa", "flash_attention_2"):
-        raise UserError(f"{model.key('attention')}: {attention} has no sinks, which {found} models have; use auto")
+        raise model.refusal("attention", f"{attention} has no sinks, which {found} models have; use auto", only="auto")
     for name, kind in (("liger", "kernels"), ("tiled_mlp", "tiles")):
         if found is not None and getattr(model.settings, name):
-            raise UserError(
-                f"{model.key(name)}: only {', '.join(LLAMA_LIKE)} models have these {kind} here, found {found}; "
-                f"use false"
+            raise model.refusal(
+                name, f"only {', '.join(LLAMA_LIKE)} models have these {kind} here, found {found}; use false"
             )
 
 
 def _check_graphs(model: PlacedModel, shape: ModelShape | None, longest: int) -> None:
     """Raise UserError for a model whose rows are decoded in waves. ``longest``: tokens of a row."""
     if not decodes_in_slots(model.settings, shape, longest):
-        raise UserError(
-            f"{model.key('cuda_graphs')}: true is for {', '.join(sorted(PACKED_FAMILIES))} models with attention auto, "
-            f"sdpa or eager and no window of less than {longest} tokens, found another; use false"
+        raise model.refusal(
+            "cuda_graphs",
+            f"true is for {', '.join(sorted(PACKED_FAMILIES))} models with attention auto, "
+            f"sdpa or eager and no window of less than {longest} tokens, found another; use false",
         )
     assert shape is not None, "slots are for families with known sizes"
     if shape.rope in HOST_ROPES:
-        raise UserError(
-            f"{model.key('cuda_graphs')}: true is for rotary embeddings that do not change with the longest row, "
-            f"found {shape.rope}; use false"
+        raise model.refusal(
+            "cuda_graphs",
+            f"true is for rotary embeddings that do not change with the longest row, found {shape.rope}; use false",
         )
 
 
@@ -255,10 +265,11 @@ def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
         return
     for rank in _first_ranks(model, cluster).values():
         if (figures := lacks_bfloat16(rank, cluster)) is not None:
-            raise UserError(
-                f"{model.key('dtype')}: {figures.name} (rank {rank}) has no bfloat16; use float16 or float32, there "
+            raise model.refusal(
+                "dtype",
+                f"{figures.name} (rank {rank}) has no bfloat16; use float16 or float32, there "
                 f"alone with models.{model.role}.fallback_dtype, or place "
-                f"{model.role if model.rollout else model.name} on another class with `on:`"
+                f"{model.role if model.rollout else model.name} on another class with `on:`",
             )
 
 
@@ -291,10 +302,11 @@ def _check_capabilities(model: PlacedModel, cluster: Cluster) -> None:
     for name, rank in _first_ranks(model, cluster).items():
         figures = DEVICE_CLASSES.get(name)
         for each in [] if figures is None else _lacks_of(figures, model.settings, model.facts):
-            raise UserError(
-                f"{model.key(each.setting)}: {name} (rank {rank}) has no {each.found}, which needs compute capability "
+            raise model.refusal(
+                each.setting,
+                f"{name} (rank {rank}) has no {each.found}, which needs compute capability "
                 f"{each.least}; use {each.instead}, or place {model.role if model.rollout else model.name} on another "
-                f"class with `on:`"
+                f"class with `on:`",
             )
 
 
@@ -311,9 +323,10 @@ def _check_unknown_shape(model: PlacedModel) -> None:
     settings = model.settings
     for name, default in (("zero", 0), ("tp", 1), ("pp", 1), ("cp", 1), ("ep", 1), ("lora", None)):
         if getattr(settings, name) != default:
-            raise UserError(
-                f"{model.key(name)}: needs parameter shapes before loading, which are unknown for this architecture; "
-                f"set a path with safetensors weights, or use a model of {', '.join(LLAMA_LIKE)}"
+            raise model.refusal(
+                name,
+                f"needs parameter shapes before loading, which are unknown for this architecture; "
+                f"set a path with safetensors weights, or use a model of {', '.join(LLAMA_LIKE)}",
             )
 
 
@@ -330,9 +343,7 @@ def _check_split(model: PlacedModel, shape: ModelShape, longest: int) -> None:
         _check_parts_of_rows(model, shape, longest)
     if settings.pp > 1 and sizes is not None and sizes.layers % settings.pp:
         stages = [n for n in range(1, sizes.layers + 1) if sizes.layers % n == 0]
-        raise UserError(
-            f"{model.key('pp')}: {settings.pp} does not divide its {sizes.layers} layers; use {either(stages)}"
-        )
+        raise model.refusal("pp", f"{settings.pp} does not divide its {sizes.layers} layers; use {either(stages)}")
 
 
 def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) -> None:
@@ -340,18 +351,21 @@ def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) ->
     settings, sizes = model.settings, shape.sizes
     if sizes is None or sizes.family not in PACKED_FAMILIES:
         families = ", ".join(LLAMA_LIKE + WITH_EXPERTS)
-        raise UserError(f"{model.key('cp')}: only {families} models compute parts of a row; use 1")
+        raise model.refusal("cp", f"only {families} models compute parts of a row; use 1", only=1)
     if shape.window is not None and shape.window < longest:
-        raise UserError(
-            f"{model.key('cp')}: sliding attention, of {shape.window} tokens in this model, is not shared by ranks, "
-            f"and texts have up to {longest}; use 1"
+        raise model.refusal(
+            "cp",
+            f"sliding attention, of {shape.window} tokens in this model, is not shared by ranks, "
+            f"and texts have up to {longest}; use 1",
+            only=1,
         )
     if settings.context_parallel == "ulysses" and sizes.heads % (settings.cp * settings.tp):
         fits = [n for n in range(1, sizes.heads + 1) if sizes.heads % (n * settings.tp) == 0]
         each = "" if settings.tp == 1 else f" on each of {settings.tp} tensor-parallel ranks"
-        raise UserError(
-            f"{model.key('cp')}: {settings.cp} does not divide its {sizes.heads // settings.tp} heads{each}, which "
-            f"ulysses distributes; use {either(fits)}, or context_parallel ring"
+        raise model.refusal(
+            "cp",
+            f"{settings.cp} does not divide its {sizes.heads // settings.tp} heads{each}, which "
+            f"ulysses distributes; use {either(fits)}, or context_parallel ring",
         )
 
 
@@ -364,19 +378,17 @@ def _check_routers(model: PlacedModel, shape: ModelShape | None) -> None:
             continue
         instead = "none" if name == "router_replay" else "0"
         if sizes is None or sizes.experts is None:
-            raise UserError(
-                f"{model.key(name)}: {found} is for models with experts, and models.{model.role} has none; use "
-                f"{instead}"
+            raise model.refusal(
+                name, f"{found} is for models with experts, and models.{model.role} has none; use {instead}"
             )
         if name == "router_bias_update_rate" and sizes.family not in SIGMOID_ROUTED:
-            raise UserError(
-                f"{model.key(name)}: {found} is for {either(SIGMOID_ROUTED)} models, whose routers have biases, and "
-                f"models.{model.role} is of {sizes.family}; use 0, or router_aux_loss_coef"
+            raise model.refusal(
+                name,
+                f"{found} is for {either(SIGMOID_ROUTED)} models, whose routers have biases, and "
+                f"models.{model.role} is of {sizes.family}; use 0, or router_aux_loss_coef",
             )
         if name == "router_bias_update_rate" and model.settings.lora is not None:
-            raise UserError(
-                f"{model.key(name)}: {found} goes with lora null, since adapters alone are synced and saved; use 0"
-            )
+            raise model.refusal(name, f"{found} goes with lora null, since adapters alone are synced and saved; use 0")
 
 
 def _check_experts(model: PlacedModel, shape: ModelShape) -> None:
@@ -384,13 +396,11 @@ def _check_experts(model: PlacedModel, shape: ModelShape) -> None:
     experts, settings = None if shape.sizes is None else shape.sizes.experts, model.settings
     ep, tp = settings.ep, settings.tp
     if experts is None:
-        raise UserError(f"{model.key('ep')}: {ep} is for models with experts, and models.{model.role} has none; use 1")
+        raise model.refusal("ep", f"{ep} is for models with experts, and models.{model.role} has none; use 1", only=1)
     if experts.number % (ep * tp):
         fits = [n for n in range(1, experts.number + 1) if experts.number % (n * tp) == 0]
         each = "" if tp == 1 else f" on each of {tp} tensor-parallel ranks"
-        raise UserError(
-            f"{model.key('ep')}: {ep} does not divide its {experts.number} experts{each}; use {either(fits)}"
-        )
+        raise model.refusal("ep", f"{ep} does not divide its {experts.number} experts{each}; use {either(fits)}")
 
 
 def _check_tokens_of_experts(model: PlacedModel, shape: ModelShape) -> None:
@@ -402,9 +412,10 @@ def _check_tokens_of_experts(model: PlacedModel, shape: ModelShape) -> None:
         instead = "of attention alone" if setting == "lora.targets" else "1"
         for name in ("compile", "cuda_graphs"):
             if getattr(settings, name):
-                raise UserError(
-                    f"{model.key(setting)}: how many tokens a rank's experts have is read there, so it goes with "
-                    f"{name} false, found true; use false, or {setting} {instead}"
+                raise model.refusal(
+                    setting,
+                    f"how many tokens a rank's experts have is read there, so it goes with "
+                    f"{name} false, found true; use false, or {setting} {instead}",
                 )
 
 
@@ -419,20 +430,20 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
     elif model.facts.ep:
         families += WITH_SPLIT_EXPERTS
     if sizes is None or sizes.family not in families:
-        raise UserError(
-            f"{model.key('tp')}: only {', '.join(families)} models have a tensor-parallel plan in {model.engine}; use 1"
+        raise model.refusal(
+            "tp", f"only {', '.join(families)} models have a tensor-parallel plan in {model.engine}; use 1", 1
         )
     split = _split_sizes(sizes)
     fits = [n for n in range(1, sizes.heads + 1) if _splits_evenly(split, n, model.facts)]
     if tp not in fits:
         *others, last = (f"{size} {name}" for name, size in split.items())
         found = f"{', '.join(others)} and {last}"
-        raise UserError(f"{model.key('tp')}: {tp} does not divide its {found}; use {either(fits)}")
+        raise model.refusal("tp", f"{tp} does not divide its {found}; use {either(fits)}")
     if model.facts.vocabulary_multiple == 1 and sizes.vocabulary % tp:
         even = [n for n in fits if sizes.vocabulary % n == 0]
-        raise UserError(
-            f"{model.key('tp')}: {tp} does not divide its vocabulary of {sizes.vocabulary}, which is not padded here; "
-            f"use {either(even)}"
+        raise model.refusal(
+            "tp",
+            f"{tp} does not divide its vocabulary of {sizes.vocabulary}, which is not padded here; use {either(even)}",
         )
 
 
@@ -464,14 +475,16 @@ def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device:
             _check_cpu_heads(model, shape.sizes)
         module = model.facts.cpu_module
         if module and find_spec(module) is None:
-            raise UserError(
-                f"{model.key('engine')}: {model.engine} runs on GPUs; on CPUs it needs the module {module} of this "
-                f"repository's tests/{model.engine}_on_cpu on PYTHONPATH; use {either(FULL_ENGINES)}"
+            raise model.refusal(
+                "engine",
+                f"{model.engine} runs on GPUs; on CPUs it needs the module {module} of this "
+                f"repository's tests/{model.engine}_on_cpu on PYTHONPATH; use {either(FULL_ENGINES)}",
             )
         if model.settings.dtype == "float16" and not model.facts.cpu_float16:
-            raise UserError(
-                f"{model.key('dtype')}: {model.engine} has no float16 on CPU ranks; use bfloat16, float32 or "
-                + engines_with(lambda other: other.cpu_float16)
+            raise model.refusal(
+                "dtype",
+                f"{model.engine} has no float16 on CPU ranks; use bfloat16, float32 or "
+                + engines_with(lambda other: other.cpu_float16),
             )
         _check_cpu_kernels(model)
 
@@ -480,20 +493,22 @@ def _check_cpu_kernels(model: PlacedModel) -> None:
     """Raise UserError for kernels of GPUs."""
     settings = model.settings
     if settings.attention in ON_GPUS:
-        raise UserError(
-            f"{model.key('attention')}: {settings.attention} runs on GPUs alone, and the ranks are on CPUs; use sdpa"
+        raise model.refusal(
+            "attention", f"{settings.attention} runs on GPUs alone, and the ranks are on CPUs; use sdpa"
         )
     for name in ("liger", "compile", "cuda_graphs"):
         if getattr(settings, name):
-            raise UserError(f"{model.key(name)}: true is for GPUs alone, and the ranks are on CPUs; use false")
+            raise model.refusal(name, "true is for GPUs alone, and the ranks are on CPUs; use false")
 
 
 def _check_cpu_heads(model: PlacedModel, sizes: Sizes) -> None:
     heads = model.facts.cpu_head_dims
     if heads and sizes.head_dim not in heads:
-        raise UserError(
-            f"rollout.engine: {model.engine} on CPU ranks has no attention for head dimension {sizes.head_dim} "
-            f"(models.{model.role}); use transformers, or a model with head dimension {either(heads)}"
+        raise SettingError.of(
+            "rollout",
+            "engine",
+            f"{model.engine} on CPU ranks has no attention for head dimension {sizes.head_dim} "
+            f"(models.{model.role}); use transformers, or a model with head dimension {either(heads)}",
         )
 
 
@@ -502,9 +517,11 @@ def check_run_engines(placement: Placement, shapes: Mapping[str, ModelShape]) ->
     for model in placement.models:
         sizes = shapes[model.role].sizes if model.role in shapes else None
         if model.rollout is not None and model.engine == VLLM.name and sizes is not None and sizes.latent is not None:
-            raise UserError(
-                f"rollout.engine: {model.engine} is planned and not run for {sizes.family} models, since it computes "
-                f"latent attention with copies of weights, which a sync would not renew; use transformers"
+            raise SettingError.of(
+                "rollout",
+                "engine",
+                f"{model.engine} is planned and not run for {sizes.family} models, since it computes "
+                f"latent attention with copies of weights, which a sync would not renew; use transformers",
             )
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advise import UNPLANNED, advise
-from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
+from flexrlhf.errors import SettingError, UserError
+from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, RejectedCandidate, check
 from flexrlhf.guideline.advice.choice import is_full
 from flexrlhf.guideline.advice.limits import SpaceLimits
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
@@ -33,17 +33,43 @@ def test_a_refused_setting_is_left_out_for_its_part_alone() -> None:
     wide = next(each for each in options if each.settings.cp == 2)
     chosen = tuple(Choice(each.name, 0, 4, wide) for each in space.problem.parts)
 
-    def left(sentence: str) -> tuple[Option, ...]:
-        limited = replace(space, limits=SpaceLimits().without(chosen, sentence)).problem
+    def left(error: SettingError | None) -> tuple[Option, ...]:
+        limited = replace(space, limits=SpaceLimits().without(chosen, error)).problem
         return next(each for each in limited.parts if each.name == "actor").options(shape)
 
-    assert {each.settings.cp for each in left("models.actor.cp: sliding attention; use 1")} == {1}
-    assert {each.settings.cp for each in left("models.actor.cp: 2 does not divide 7 heads; use 1 or 4")} == {1, 4}
-    assert left("models.ref.cp: sliding attention; use 1") == options
-    # no setting is named: all others of its degrees are left
+    def degrees(error: SettingError) -> set[int]:
+        return {each.settings.cp for each in left(error)}
+
+    assert degrees(SettingError.of("models.actor", "cp", "sliding attention; use 1, or engine x", only=1)) == {1}
+    assert degrees(SettingError.of("models.actor", "cp", "2 does not divide 7 heads; use 1 or 4")) == {1, 4}
+    assert left(SettingError.of("models.ref", "cp", "sliding attention; use 1", only=1)) == options
+    # no setting is refused: all others of its degrees are left
     others = [each for each in options if each.settings.cp != 2 or each.settings.zero != wide.settings.zero]
-    kept = left("the strategy forbids it")
+    kept = left(None)
     assert all(each in kept for each in others) and wide not in kept and len(kept) < len(options)
+
+
+def test_a_plan_names_the_setting_that_it_refuses() -> None:
+    spec = AdviceOptions(model="qwen2.5-1.5b", gpus=4).spec(None, GRPO)
+    space = make_space(spec, AnalyticCosts(), None)
+    found = search(space.problem, 2.0, GAP).assignment
+    assert found is not None
+
+    def refused(part: str, **changes: object) -> SettingError:
+        tried = []
+        for each in found:
+            settings = each.option.settings.model_copy(update=changes if each.part == part else {})
+            tried.append(replace(each, option=replace(each.option, settings=settings)))
+        checked = check(Candidate("search", "", space, tuple(tried)))
+        assert isinstance(checked, RejectedCandidate) and checked.error is not None
+        assert checked.reason.startswith(f"{checked.error.section}.{checked.error.setting}: ")
+        return checked.error
+
+    # devices, an engine, and devices of a rollout engine
+    ranks, engine, rollout = refused("actor", tp=3), refused("ref", pp=2), refused("actor.rollout", tp=8)
+    assert (ranks.section, ranks.setting, ranks.only) == ("models.actor", "tp", None)
+    assert (engine.section, engine.setting, engine.only) == ("models.ref", "pp", 1)
+    assert (rollout.section, rollout.setting) == ("rollout", "tp")
 
 
 def test_memory_that_a_search_counts_too_low_is_left_out_of_the_next_one() -> None:
@@ -96,7 +122,7 @@ def test_of_many_devices_placements_that_may_be_the_fastest_are_planned(monkeypa
     whole = advise(spec, AnalyticCosts(), seconds_limit=0.5, margin=0.0, max_lag=0)
     monkeypatch.setattr("flexrlhf.guideline.advice.advise.PLANS_SECONDS", 0.0)
     found = advise(spec, AnalyticCosts(), seconds_limit=0.5, margin=0.0, max_lag=0)
-    left_out = [float(item.reason.split()[0]) for item in found.rejected if item.reason.endswith(UNPLANNED)]
+    left_out = [float(item.reason.split()[0]) for item in found.rejected if item.is_unplanned]
     assert left_out and len(found.feasible) + len(left_out) >= len(whole.feasible) > len(found.feasible)
     # a search counts two transfers for each use of an offloaded model, and a plan as many or fewer
     assert whole.best.seconds <= found.best.seconds <= min(left_out)

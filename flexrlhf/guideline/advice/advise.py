@@ -65,8 +65,6 @@ PROPOSALS = 6
 """Times that a method proposes a placement, each without what plans have rejected of the ones before."""
 PLANS_SECONDS = 10.0
 """Work of plans after which only those are made that may be the fastest."""
-UNPLANNED = "not planned, since another is faster"
-"""Why a placement is left out, of so many devices that few can be planned."""
 PLAN_SECONDS, DEVICE_SECONDS = 0.02, 0.001
 """Work of a plan and of its simulation, and in addition for each device, in seconds of an ordinary core."""
 ON_HOST: Mapping[str, object] = {"zero": 3, "offload_parameters": True}
@@ -169,7 +167,7 @@ class PlacementComparison:
                 is_last = checked.candidate.assignment is None
                 self._reject(checked if is_last else replace(checked, is_again=True))
                 if is_last:
-                    return checked.reason.endswith(UNPLANNED) or (full is not None and self._accept(full))
+                    return checked.is_unplanned or (full is not None and self._accept(full))
             limits = checked.limits
             self._refused = limits.refused
         return full is not None and self._accept(full)
@@ -198,9 +196,8 @@ class PlacementComparison:
         if self._plan_seconds > PLANS_SECONDS and self.feasible:
             seconds = evaluate(candidate.space.problem, candidate.assignment)
             if seconds > min(item.seconds for item in self.feasible):
-                return RejectedCandidate(
-                    replace(candidate, assignment=None), f"{seconds:.2f} s by a search; {UNPLANNED}"
-                )
+                reason = f"{seconds:.2f} s by a search; not planned, since another is faster"
+                return RejectedCandidate(replace(candidate, assignment=None), reason, is_unplanned=True)
         self._plan_seconds += PLAN_SECONDS + DEVICE_SECONDS * candidate.space.pool.num_devices
         return check(candidate)
 

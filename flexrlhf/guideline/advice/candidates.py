@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.errors import SettingError, UserError
 from flexrlhf.guideline.advice.limits import SpaceLimits
 from flexrlhf.guideline.advice.proposals import fastest_options, spec_of
 from flexrlhf.guideline.advice.space import Space
@@ -108,16 +108,20 @@ class RejectedCandidate:
 
     candidate:      the candidate.
     reason:         why.
+    error:          of its plan, if that is about a setting.
     share:          share of a device's memory that its plan needs; 0 without one.
     communicators:  of the rank of its plan that has most.
     is_again:       whether another one was then proposed, without what was rejected.
+    is_unplanned:   whether it was not planned, since another is faster.
     """
 
     candidate: Candidate
     reason: str
+    error: SettingError | None = None
     share: float = 0.0
     communicators: int = 0
     is_again: bool = False
+    is_unplanned: bool = False
 
     @property
     def limits(self) -> SpaceLimits:
@@ -125,7 +129,7 @@ class RejectedCandidate:
         space, assignment = self.candidate.space, self.candidate.assignment
         assert assignment is not None, "nothing is left to reject"
         if not self.share:
-            return space.limits.without(assignment, self.reason)
+            return space.limits.without(assignment, self.error)
         return _with_less_memory(self.candidate, self.share, self.communicators)
 
 
@@ -150,7 +154,9 @@ def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
     try:
         plan = make_plan(candidate.spec, candidate.space.pending)
     except UserError as error:
-        return RejectedCandidate(candidate, str(error))
+        # a traceback would keep the plan's memory
+        of_setting = error.with_traceback(None) if isinstance(error, SettingError) else None
+        return RejectedCandidate(candidate, str(error), of_setting)
     cluster, communicators = candidate.space.cluster, plan.most_communicators
     planned = [plan.device_bytes(memory.rank) or 0 for memory in plan.memories]
     # its YAML may have a smaller memory_gb than the devices
@@ -159,7 +165,7 @@ def check(candidate: Candidate) -> FeasibleCandidate | RejectedCandidate:
         peak, share = _fullest(plan, sizes)
         if share > 1:
             reason = f"needs {bytes_text(int(peak))} on a device, {share:.0%} of its memory"
-            return RejectedCandidate(candidate, reason, share, communicators)
+            return RejectedCandidate(candidate, reason, share=share, communicators=communicators)
     simulation = simulate(plan, candidate.space.costs, candidate.space.lengths)
     return FeasibleCandidate(candidate, simulation, simulation.seconds, peak, share)
 

@@ -3,20 +3,18 @@ counts too little. What is left is searched again."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Self
 
 from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.errors import SettingError
 from flexrlhf.guideline.search.problem import Assignment, Choice
 from flexrlhf.placement.placed import ModelName
 
 SPARED = 0.001
 """Share of memory that is left out in addition, so that what was rejected is not found again."""
-SETTING = re.compile(r"\b(models\.\w+(?:\.shadow)?|rollout|placement\.operators\.\w+)\.(\w+)")
-"""Section and setting in the sentence of an error."""
 DEGREES = ("zero", "shard", "tp", "pp", "cp", "ep")
-"""Settings that are refused together, if the sentence of an error names none of a part."""
+"""Settings that are refused together, if an error is about none of a part."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,12 @@ class RefusedSettings:
         return cls(choice.part, tuple((name, getattr(choice.option.settings, name)) for name in names))
 
     @classmethod
-    def named(cls, choice: Choice, name: str, sentence: str) -> Self:
-        """Return the refused values of the setting ``name``: all but its default if ``sentence`` ends in using that."""
-        default = ModelSpec.model_fields[name].default
-        if sentence.endswith(f"; use {default}"):
-            return cls(choice.part, ((name, default),), others=True)
-        return cls.of(choice, name)
+    def by(cls, error: SettingError, choice: Choice, name: str) -> Self:
+        """Return the values of the setting ``name`` that ``error`` refuses: all but the only one that works, if it has
+        one."""
+        if error.only is None:
+            return cls.of(choice, name)
+        return cls(choice.part, ((name, error.only),), others=True)
 
     def covers(self, part: str, settings: object) -> bool:
         alike = (getattr(settings, name) == value for name, value in self.values)
@@ -71,17 +69,16 @@ class SpaceLimits:
         """
         return replace(self, share=self.share * (1 - SPARED) * min(1 / needed, counted))
 
-    def without(self, assignment: Assignment, sentence: str) -> Self:
-        """Return these limits after a plan refuses ``assignment``: without the first setting that ``sentence`` names,
-        unless it is its default, else without the degrees of every part."""
-        for section, name in SETTING.findall(sentence):
-            setting = "generate_tokens" if name == "kv_tokens" else name
-            chosen = [choice for choice in assignment if section in _sections(choice.part)]
-            changed = [choice for choice in chosen if _is_changed(choice, setting)]
-            if changed:
-                found = (RefusedSettings.named(each, setting, sentence) for each in changed)
-                return replace(self, refused=(*self.refused, *found))
-        return replace(self, refused=(*self.refused, *(RefusedSettings.of(each, *DEGREES) for each in assignment)))
+    def without(self, assignment: Assignment, error: SettingError | None) -> Self:
+        """Return these limits after a plan refuses ``assignment``: without the setting of ``error``, unless it is its
+        default, else without the degrees of every part."""
+        found: list[RefusedSettings] = []
+        if error is not None:
+            setting = "generate_tokens" if error.setting == "kv_tokens" else error.setting
+            chosen = (choice for choice in assignment if error.section in _sections(choice.part))
+            found = [RefusedSettings.by(error, each, setting) for each in chosen if _is_changed(each, setting)]
+        found = found or [RefusedSettings.of(each, *DEGREES) for each in assignment]
+        return replace(self, refused=(*self.refused, *found))
 
 
 def _sections(part: str) -> tuple[str, ...]:

@@ -128,8 +128,8 @@ def refusal_text(base: Space, rejected: Sequence[RejectedCandidate]) -> str:
     spec, request = base.spec, (base.spec, base.roles.all, base.roles.trained, base.cluster)
     opened = _first_that_fits(base, opening_changes(spec, base.roles.all))
     if opened is not None:
-        fixed = fixed_settings(spec, base.roles.all).items()
-        named = [f"{name}: {value}" for name, value in fixed if name in opened.text.split()]
+        fixed = fixed_settings(spec, base.roles.all)
+        named = [f"{change.setting}: {fixed[change.setting]}" for change in opened.changes]
         return f"{nothing} with {' and '.join(named)}; it would fit {opened.text}"
     needed = [least_needed(space) for _, space in last_spaces(base)]
     single = [_first_that_fits(base, series) for series in request_changes(*request)]
