@@ -16,8 +16,9 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, load_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advice_text import format_advice, write_advised
+from flexrlhf.guideline.advice.advice_text import format_advice
 from flexrlhf.guideline.advice.advise import SECONDS, advise
+from flexrlhf.guideline.advice.advised_yaml import write_advised
 from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import Advice

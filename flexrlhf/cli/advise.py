@@ -125,7 +125,7 @@ def advise(
 
     And their predicted times. Starts nothing.
     """
-    from flexrlhf.guideline.advice.advice_text import is_advised
+    from flexrlhf.guideline.advice.advised_yaml import is_advised
     from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.simulation.lengths import expected_lengths
     from flexrlhf.guideline.simulation.usage import read_prices
@@ -199,7 +199,8 @@ def _on_run(
     run: MeasuredRun, seconds: float, tie: float | None, take: Method | None, max_batch: bool, prices: Prices | None
 ) -> Recommendation:
     """Return whether a run should go on under another placement."""
-    from flexrlhf.guideline.advice.advice_text import format_advice, write_advised
+    from flexrlhf.guideline.advice.advice_text import format_advice
+    from flexrlhf.guideline.advice.advised_yaml import write_advised
     from flexrlhf.guideline.advice.replan import format_replan, replan
     from flexrlhf.report.run_record import restart_seconds
 
@@ -213,8 +214,9 @@ def _on_operators(
     spec: Spec, source: CostSource, lengths: TextLengths, seconds: float, prices: Prices | None
 ) -> Recommendation:
     """Return a placement of each operator."""
-    from flexrlhf.guideline.advice.advice_text import format_operator_advice, write_operator_advice
+    from flexrlhf.guideline.advice.advised_yaml import write_operator_advice
     from flexrlhf.guideline.advice.operator_space import advise_operators
+    from flexrlhf.guideline.advice.operator_text import format_operator_advice
 
     with working("searching for a placement of each operator"):
         operators = advise_operators(spec, source.costs, lengths, seconds)
@@ -233,8 +235,9 @@ def _on_models(
     prices: Prices | None,
 ) -> Recommendation:
     """Return a placement of each model."""
-    from flexrlhf.guideline.advice.advice_text import format_advice, write_advised
+    from flexrlhf.guideline.advice.advice_text import format_advice
     from flexrlhf.guideline.advice.advise import advise, with_kind
+    from flexrlhf.guideline.advice.advised_yaml import write_advised
 
     with working("searching for a placement"):
         margin = source.accuracy.tie if tie is None else tie

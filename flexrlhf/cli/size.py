@@ -141,7 +141,7 @@ def _command(models: Sequence[str], given: Mapping[str, Any]) -> str:
 
 def _write_plans(directory: Path, sizes: list[Size]) -> None:
     """Write the YAML of each plan. Raises UserError for a file of somebody else."""
-    from flexrlhf.guideline.advice.advice_text import is_advised, write_advised
+    from flexrlhf.guideline.advice.advised_yaml import is_advised, write_advised
 
     directory.mkdir(parents=True, exist_ok=True)
     for plan in (plan for size in sizes for plan in size.plans):

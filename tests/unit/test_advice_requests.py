@@ -13,8 +13,8 @@ from flexrlhf.config.engines import ENGINES
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advice_text import write_advised
 from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.advised_yaml import write_advised
 from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.costs.analytic import AnalyticCosts

@@ -24,7 +24,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advice_text import LARGEST_BATCHES, contradictions, format_advice
+from flexrlhf.guideline.advice.advice_text import LARGEST_BATCHES, format_advice
 from flexrlhf.guideline.advice.advise import FeasibleCandidate, PlacementComparison, advise, with_kind
 from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
 from flexrlhf.guideline.advice.candidates import Method, RejectedCandidate, check
@@ -44,7 +44,9 @@ from flexrlhf.guideline.advice.request import (
     nodes_of_eight,
     read_nodes,
 )
-from flexrlhf.guideline.advice.space import FORBIDDEN, Space, make_space, with_schedule
+from flexrlhf.guideline.advice.rules_text import contradictions
+from flexrlhf.guideline.advice.searched_step import FORBIDDEN
+from flexrlhf.guideline.advice.space import Space, make_space, with_schedule
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS, OVERHEADS, AnalyticCosts, RunOverheads
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.search.assignments import ROUNDING

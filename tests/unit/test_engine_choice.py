@@ -13,8 +13,8 @@ from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.advice_text import write_advised
 from flexrlhf.guideline.advice.advise import advise
+from flexrlhf.guideline.advice.advised_yaml import write_advised
 from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.advice.operator_space import advise_operators
 from flexrlhf.guideline.costs.analytic import AnalyticCosts

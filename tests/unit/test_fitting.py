@@ -15,9 +15,9 @@ from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice import advise as advise_module
-from flexrlhf.guideline.advice.advice_text import placement_text
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.auto import planned
+from flexrlhf.guideline.advice.settings_text import placement_text
 from flexrlhf.guideline.advice.space import make_space
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search import branch_and_bound, result

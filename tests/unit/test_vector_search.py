@@ -14,7 +14,8 @@ from flexrlhf.config.model_settings import Head
 from flexrlhf.config.placement_settings import PlacementEntry, PlacementMap
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.proposals import spec_of
-from flexrlhf.guideline.advice.space import FORBIDDEN, make_space, with_schedule
+from flexrlhf.guideline.advice.searched_step import FORBIDDEN
+from flexrlhf.guideline.advice.space import make_space, with_schedule
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.evaluate import evaluate

@@ -1,26 +1,20 @@
-"""Report of ``advise``: a ranked table, settings of the best, reasons, rejected candidates, searched spaces; that of
-``--per-operator``; and the YAMLs of both."""
+"""Report of ``advise``: a ranked table, settings of the best, reasons, batches, rejected ones, searched spaces."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from fractions import Fraction
-from pathlib import Path
 
-from flexrlhf.config.engines import facts_of
-from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
-from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.errors import UserError, either
+from flexrlhf.errors import either
 from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
-from flexrlhf.guideline.advice.choice import Advice, is_full, ratios_of, tied
-from flexrlhf.guideline.advice.guideline_rules import FLEXRLHF, RuleVerdict, judged
+from flexrlhf.guideline.advice.choice import Advice, is_full, tied
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
-from flexrlhf.guideline.advice.operator_space import OperatorAdvice
-from flexrlhf.guideline.advice.space import USABLE, is_allowed
+from flexrlhf.guideline.advice.rules_text import contradictions, rule_lines, weighed_rules
+from flexrlhf.guideline.advice.searched_step import is_allowed
+from flexrlhf.guideline.advice.settings_text import placement_text, settings_table
+from flexrlhf.guideline.advice.space import USABLE
 from flexrlhf.guideline.advice.waiting import waiting_lines
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.search.result import SearchResult
@@ -29,15 +23,8 @@ from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.guideline.simulation.usage import Prices, usage_of
 from flexrlhf.guideline.simulation.usage_text import usage_lines
-from flexrlhf.memory.states import kv_cache_bytes
-from flexrlhf.placement.groups import is_sharded_in_nodes
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.hub_names import with_names
-from flexrlhf.plan.models import without_device_sizes
-from flexrlhf.plan.placement_text import zero_text
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Offload, Run, without_turn
-from flexrlhf.text import bytes_text, ranks_text, span_of, table
+from flexrlhf.strategies.instructions import Run, without_turn
+from flexrlhf.text import bytes_text, table
 
 SHOWN = 3
 """Instructions whose time is explained."""
@@ -45,15 +32,7 @@ ENOUGH = 0.95
 """Share of the most samples/s with which a batch is large enough."""
 FULL_SHARE = 0.6
 """Share of memory under which more devices no longer pay (ReaL, section 8)."""
-SAVING_SETTINGS = {
-    "optimizer in host memory": "offload_optimizer",
-    "activations in host memory": "offload_activations",
-    "MLPs in tiles": "tiled_mlp",
-}
-"""Lines of the settings → setting of a model."""
 LARGEST_BATCHES = "largest batches at these settings (proposed, not chosen: another batch trains otherwise)"
-SIMULATED = "a step as simulated"
-"""Words that the first line of an advised YAML has."""
 
 
 def format_advice(advice: Advice, source: CostSource, max_batch: bool = False, prices: Prices | None = None) -> str:
@@ -66,7 +45,7 @@ def format_advice(advice: Advice, source: CostSource, max_batch: bool = False, p
     sections = [
         "\n".join([_head(advice, source), *usage_lines(usage_of(advice.best.simulation, prices))]),
         _titled("ranked by the simulated time of a step", [*_ranking(advice), *_legend(advice)]),
-        _titled(f"settings of {_name(advice.best)}", _settings(advice.best)),
+        _titled(f"settings of {_name(advice.best)}", settings_table(advice.best)),
         _titled("why", _reasons(advice)),
         _titled("generation of the one to use", load_lines(advice.best.simulation, source.costs)),
         _titled("waiting for environments (seconds a step; chunks alternate)", _waiting(advice)),
@@ -74,7 +53,8 @@ def format_advice(advice: Advice, source: CostSource, max_batch: bool = False, p
         _titled(LARGEST_BATCHES, _largest(advice) if max_batch else ()),
         _titled("against the guideline", contradictions(advice)),
         _titled(
-            "rules (of the guideline's placement and `>`, the one to use)", [*_rules(advice), *weighed_rules(advice)]
+            "rules (of the guideline's placement and `>`, the one to use)",
+            [*rule_lines(advice), *weighed_rules(advice)],
         ),
         _titled("search", _searches(advice)),
         _titled("rejected", _rejected(advice)),
@@ -157,82 +137,6 @@ def _legend(advice: Advice) -> Iterator[str]:
     first = f" (with copies, {shadows} come first)" if shadows else ""
     yield f"vector: shares of the devices of {names}{first}"
     yield "memory: bytes of the fullest device, and their share of what a plan can fill there"
-
-
-def placement_text(item: FeasibleCandidate) -> str:
-    """Ratio vector as on the command line; with a star where no vector gives the same ranks (see the settings)."""
-    star = "*" if isinstance(item.candidate.spec.placement, PlacementMap) else ""
-    return f"{_vector(ratios_of(item.candidate))}{star}"
-
-
-def _vector(ratios: Sequence[Fraction]) -> str:
-    return "[" + ",".join(f"{float(ratio):.4g}" for ratio in ratios) + "]"
-
-
-def _settings(item: FeasibleCandidate) -> list[str]:
-    models = item.plan.placement.models
-    further = ["pp"] * any(facts_of(model.engine).pp for model in models if model.rollout is None)
-    further += _further_degrees(models)
-    degrees = ("dp", "tp", *further, "zero")
-    head = ("model", "ranks", *degrees, "pass tokens", "decoded", "recompute")
-    rows = [head, *(_settings_of(model, item, degrees[:-1]) for model in models)]
-    schedule = item.plan.spec.schedule
-    last = f"chunks {schedule.num_chunks}, lag {schedule.lag}"
-    legend = ["zero in each node: a node's devices have all shards"] if any(map(is_sharded_in_nodes, models)) else []
-    lines = table(rows, f"<<{'>' * len(degrees)}>><")
-    return [*lines, *legend, last, *_engines(item), *_in_host_memory(item)]
-
-
-def _further_degrees(models: Sequence[PlacedModel]) -> list[str]:
-    """Return the degrees that few plans have, of those that any of ``models`` has."""
-    return [name for name in ("cp", "ep") if any(getattr(model.layout, name) > 1 for model in models)]
-
-
-def _engines(item: FeasibleCandidate) -> Iterator[str]:
-    """Yield lines on the engines of models, and on the one that generates with its degrees and its cache."""
-    models = [model for model in item.plan.placement.models if model.rollout is None]
-    for engine in dict.fromkeys(model.engine for model in models):
-        yield f"engine {engine}: {', '.join(model.name for model in models if model.engine == engine)}"
-    for model in item.plan.placement.models:
-        if _generates(model, item):
-            name = model.engine if model.rollout is None else model.rollout.engine
-            layout, tokens = model.layout, model.settings.generate_tokens
-            degrees = f"tp {layout.tp}{f', pp {layout.pp}' if layout.pp > 1 else ''}"
-            size = bytes_text(kv_cache_bytes(model, item.plan.shapes[model.role])) if model.has_cache else ""
-            room = f"a cache of {tokens} tokens ({size} on each device)" if size else f"{tokens} tokens at a time"
-            yield f"generated by {name}: {model.name}, {degrees}, {room}"
-
-
-def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
-    """Yield lines on MLPs in tiles and on tensors in host memory: optimizers, activations, and models while others
-    compute, with a node's bytes."""
-    moved = [each.model for each in item.plan.schedule.instructions if isinstance(each, Offload) and not each.rare]
-    names = [name for name in dict.fromkeys(moved) if not name.is_rollout]
-    models = [(role, model) for role, model in item.plan.spec.models if isinstance(model, ModelSpec)]
-    for text, setting in SAVING_SETTINGS.items():
-        if roles := [role for role, model in models if getattr(model, setting)]:
-            yield f"{text}: {', '.join(roles)}"
-    if names:
-        most, ranks = item.plan.cluster.most_on_node, item.plan.memories
-        later = most * max(memory.loaded_host_bytes for memory in ranks)
-        loading = most * max(memory.host_bytes for memory in ranks)
-        more = f", and {bytes_text(loading)} while models are loaded" if loading > later else ""
-        yield f"in host memory while others compute: {', '.join(names)}; a node's host needs {bytes_text(later)}{more}"
-
-
-def _settings_of(model: PlacedModel, item: FeasibleCandidate, degrees: Sequence[str]) -> tuple[str, ...]:
-    settings, layout = model.settings, model.layout
-    width = item.plan.lengths.prompt + item.plan.lengths.response
-    tokens = "-" if model.rollout is not None else str(settings.micro_batch_tokens)
-    decoded = str(settings.generate_tokens // width) if _generates(model, item) else "-"
-    recompute = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
-    split = (*(str(getattr(layout, degree)) for degree in degrees), zero_text(model))
-    return (model.name, ranks_text(model.ranks), *split, tokens, decoded, recompute)
-
-
-def _generates(model: PlacedModel, item: FeasibleCandidate) -> bool:
-    runs = (each for each in item.plan.schedule.instructions if isinstance(each, Run))
-    return any(run.operator.kind == "generate" and run.model == model.name for run in runs)
 
 
 def _reasons(advice: Advice) -> Iterator[str]:
@@ -324,87 +228,6 @@ def _speed(item: FeasibleCandidate | None) -> str:
     return "does not fit" if item is None else f"{item.samples_per_second:.2f} {item.share:.0%}"
 
 
-def contradictions(advice: Advice) -> Iterator[str]:
-    """Yield a sentence where the placement to use has another strategy than FlexRLHF's guideline gives, with the
-    operator that makes the difference in the simulated steps."""
-    best, ruled = advice.best, _by_guideline(advice)
-    if ruled is None or ruled.seconds <= (1 + advice.margin) * best.seconds:
-        return
-    if ruled.candidate.strategy == best.candidate.strategy:
-        return
-    verdicts = _judged(ruled)
-    rule = next((each for each in verdicts if each.rule.strategy and each.state == "followed"), verdicts[0])
-    own, other = _seconds_by_operator(best), _seconds_by_operator(ruled)
-    name = max(own, key=lambda each: other.get(each, (0.0, 0))[0] - own[each][0])
-    (seconds, devices), (before, all_devices) = other[name], own[name]
-    yield (
-        f"{best.candidate.strategy} contradicts FlexRLHF's guideline, which gives {ruled.candidate.strategy} "
-        f"({rule.rule.name}: {rule.evidence}): that takes {ruled.seconds / best.seconds - 1:+.0%}, because as "
-        f"simulated {name} takes {seconds:.1f} s on {devices} devices and {before:.1f} s on {all_devices}, and devices "
-        f"run {ruled.simulation.utilisation:.0%} of the time in place of {best.simulation.utilisation:.0%}"
-    )
-
-
-def _judged(item: FeasibleCandidate) -> tuple[RuleVerdict, ...]:
-    return judged(item.simulation, item.candidate.space.cluster)
-
-
-def _by_guideline(advice: Advice) -> FeasibleCandidate | None:
-    return next((item for item in advice.feasible if item.candidate.method == "guideline"), None)
-
-
-def _rules(advice: Advice) -> Iterator[str]:
-    """Yield a line for each rule that applies and each placement, with its state and figures; the others in one line.
-    Rules of other systems than the guideline's are judged on the placement to use alone."""
-    best, ruled = advice.best, _by_guideline(advice)
-    own = _judged(best)
-    other = own if ruled is best or ruled is None else _judged(ruled)
-    rows: list[tuple[str, ...]] = []
-    idle = []
-    for verdict, first in zip(own, other, strict=True):
-        is_comment = verdict.rule.source != FLEXRLHF
-        if verdict.state == "not applicable" and (is_comment or first.state == verdict.state):
-            idle += [] if is_comment else [verdict.rule.name]
-            continue
-        title = f"{verdict.rule.name} ({verdict.rule.source})"
-        pairs = [(">", verdict)] if is_comment or other is own else [("", first), (">", verdict)]
-        for mark, each in pairs:
-            rows.append((title, mark, each.state, f"{each.evidence}{_miss(advice, each, mark, ruled is best)}"))
-            title = ""
-    yield from table(rows, "<<<<")
-    if idle:
-        yield f"not applicable: {', '.join(idle)}"
-
-
-def _miss(advice: Advice, verdict: RuleVerdict, mark: str, is_ruled: bool) -> str:
-    """Return why the guideline's own placement does not follow a rule."""
-    reason = advice.misses.get(verdict.rule.name, "") if not mark or is_ruled else ""
-    return f"; {reason}" if reason and verdict.state == "contradicted" else ""
-
-
-def _seconds_by_operator(item: FeasibleCandidate) -> dict[str, tuple[float, int]]:
-    """Return the seconds of each operator in a step, over its chunks, and the number of devices that it runs on."""
-    found: dict[str, tuple[float, int]] = {}
-    for priced in item.simulation.priced:
-        if isinstance(priced.instruction, Run) and not priced.is_rare:
-            name = priced.instruction.operator.name
-            devices = len(item.plan.placement[priced.instruction.model].ranks)
-            found[name] = (found.get(name, (0.0, 0))[0] + priced.cost.seconds, devices)
-    return found
-
-
-def weighed_rules(advice: Advice) -> Iterator[str]:
-    """Yield a sentence where rules that apply lead to different strategies, with the seconds of the best of each."""
-    applied = [each.rule for each in _judged(advice.best) if each.state != "not applicable"]
-    rules = {rule.strategy: rule for rule in reversed(applied) if rule.strategy}
-    by_strategy = {item.candidate.strategy: item.seconds for item in reversed(advice.comparable)}
-    timed = sorted((by_strategy[name], name) for name in rules if name in by_strategy)
-    if len(timed) > 1:
-        names = " and ".join(f"{rule.name} ({rule.source})" for rule in rules.values())
-        figures = ", ".join(f"{seconds:.2f} s {name}" for seconds, name in timed)
-        yield f"{names} contradict each other: as simulated a step takes at best {figures}"
-
-
 def _searches(advice: Advice) -> Iterator[str]:
     head = ("space", "plans", "evaluated", "pruned: memory", "bound", "seconds", "best s/step", "gap")
     rows = [_search_row(label, result) for label, result in advice.searches.items()]
@@ -434,78 +257,3 @@ def _search_row(label: str, result: SearchResult) -> tuple[str, ...]:
     gap = f"{result.gap:.2%}" if is_plan else "-"
     counts = (f"{result.space:.1e}", str(result.evaluated), str(result.pruned_by_memory), str(result.pruned_by_bound))
     return (label, *counts, f"{result.wall_seconds:.2f}", best, gap)
-
-
-def format_operator_advice(advice: OperatorAdvice, source: CostSource, prices: Prices | None = None) -> str:
-    """Return the whole report; arguments as of ``format_advice``."""
-    plan, seconds = advice.plan, advice.simulation.seconds
-    found = advice.result
-    usage = "\n".join(usage_lines(usage_of(advice.simulation, prices)))
-    how = "no placement of the space is faster" if found.is_optimal else f"none is over {found.gap:.0%} faster"
-    sections = [
-        f"{plan.spec.algorithm.name} on {plan.placement.num_ranks} devices, operators placed; seconds from "
-        f"{source.name}",
-        "\n".join(f"  {line}" for line in _operators(plan)),
-        f"{seconds:.2f} s {SIMULATED}, {plan.batch.num_taken / seconds:.4g} samples/s, at most "
-        f"{bytes_text(_peak(advice))} on a device\n{range_text(source.accuracy_of(plan), seconds)}\n"
-        f"{usage}\nsearch: {found.space:.3g} placements in {found.wall_seconds:.1f} s, "
-        f"{how}",
-    ]
-    return "\n\n".join(sections)
-
-
-def _peak(advice: OperatorAdvice) -> int:
-    return max(memory.peak_bytes for memory in advice.plan.memories)
-
-
-def _operators(plan: Plan) -> list[str]:
-    degrees = ("dp", "tp", "pp", *_further_degrees(plan.placement.models))
-    rows: list[tuple[str, ...]] = [("operator", "ranks", "engine", *degrees, "zero", "pass tokens", "copy")]
-    for run in plan.schedule.instructions:
-        if isinstance(run, Run) and run.operator.name in plan.placement.operators:
-            model = plan.placement[run.model]
-            sizes = (str(getattr(model.layout, degree)) for degree in degrees)
-            composes_passes = run.operator.call in ("forward", "train")
-            tokens = str(model.with_passes(run.tokens).settings.micro_batch_tokens) if composes_passes else "-"
-            own = span_of(model.ranks), model.engine, *sizes, zero_text(model), tokens, model.name
-            rows.append((run.operator.name, *own))
-    return table(rows, f"<<<{'>' * len(degrees)}>><")
-
-
-def write_operator_advice(advice: OperatorAdvice, path: Path) -> None:
-    """Write the YAML, with its origin in a comment. Raises UserError if it cannot be written."""
-    seconds, peak = advice.simulation.seconds, bytes_text(_peak(advice))
-    head = f"# a placement for each operator; {seconds:.2f} s {SIMULATED}, {peak}"
-    _write(path, [head], advice.spec)
-
-
-def is_advised(text: str) -> bool:
-    """Whether a text begins as a YAML of ``write_advised``."""
-    first = text.partition("\n")[0]
-    return first.startswith("# ") and SIMULATED in first
-
-
-def write_advised(chosen: FeasibleCandidate, path: Path) -> None:
-    """Write the YAML of ``chosen``, with its origin in a comment. Raises UserError if it cannot be written."""
-    seconds, candidate = chosen.seconds, chosen.candidate
-    head = [
-        f"# {candidate.method}: {candidate.name}; {seconds:.2f} s {SIMULATED}, {bytes_text(int(chosen.peak))}",
-    ]
-    if candidate.space.has_less_memory:
-        share = f"{candidate.space.usable:.0%}"
-        head.append(
-            f"# memory_gb of the nodes is {share} of what models can fill: they are offloaded before that is full"
-        )
-    models = candidate.spec.models
-    roles = candidate.space.roles.all
-    has_sizes = any((model := models.of(role)) is not None and model.init is not None for role in roles)
-    if has_sizes:
-        head.append("# models have sizes only (init): give the paths of their weights instead, and of the data")
-    _write(path, head, candidate.spec)
-
-
-def _write(path: Path, head: Sequence[str], spec: Spec) -> None:
-    try:
-        path.write_text("\n".join([*head, dump_spec(without_device_sizes(with_names(spec)), short=True)]))
-    except OSError as error:
-        raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None

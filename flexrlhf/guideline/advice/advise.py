@@ -36,7 +36,8 @@ from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_
 from flexrlhf.guideline.advice.published import usual
 from flexrlhf.guideline.advice.refinement import refined, with_planned_settings
 from flexrlhf.guideline.advice.refusal import lag_text, last_resort, nothing_fits, refusal_text
-from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, make_space, with_schedule, with_syncs_in_turn
+from flexrlhf.guideline.advice.searched_step import is_allowed
+from flexrlhf.guideline.advice.space import GAP, Space, make_space, with_schedule, with_syncs_in_turn
 from flexrlhf.guideline.advice.waiting import least_waiting, waiting_variants
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES

@@ -107,7 +107,7 @@ def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool =
 
     ``has_settings``: whether models get settings, too, by the memory that devices have.
     """
-    from flexrlhf.guideline.advice.advice_text import placement_text
+    from flexrlhf.guideline.advice.settings_text import placement_text
 
     best = advice.best
     found = best.candidate.spec

@@ -24,8 +24,9 @@ from flexrlhf.errors import UserError, shown
 from flexrlhf.guideline.advice.advise import LEAST_SHARE, PROPOSALS
 from flexrlhf.guideline.advice.candidates import Candidate, RejectedCandidate, check
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
+from flexrlhf.guideline.advice.searched_step import is_allowed
 from flexrlhf.guideline.advice.sketch import PlacedCall, SearchModel, Sketch, name_of
-from flexrlhf.guideline.advice.space import GAP, Space, is_allowed, lies_in_nodes, make_space
+from flexrlhf.guideline.advice.space import GAP, Space, lies_in_nodes, make_space
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import (

@@ -15,8 +15,9 @@ from flexrlhf.guideline.advice.proposals import (
     vector_ranks,
 )
 from flexrlhf.guideline.advice.request import PPO_ROLES
+from flexrlhf.guideline.advice.searched_step import is_allowed
 from flexrlhf.guideline.advice.sketch import SearchModel
-from flexrlhf.guideline.advice.space import Space, is_allowed, on_all_devices
+from flexrlhf.guideline.advice.space import Space, on_all_devices
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.strategies.strategy import COLOCATED
 

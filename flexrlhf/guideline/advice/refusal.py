@@ -18,9 +18,9 @@ from flexrlhf.guideline.advice.candidates import (
     offload_sets,
     offloaded_spaces,
 )
+from flexrlhf.guideline.advice.searched_step import is_allowed
 from flexrlhf.guideline.advice.space import (
     Space,
-    is_allowed,
     make_space,
     on_all_devices,
     with_schedule,

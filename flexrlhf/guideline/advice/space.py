@@ -5,59 +5,43 @@ The order of the calls is that of the strategies; a plan made from an assignment
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 
-from flexrlhf.config.engines import ENGINES, FULL_ENGINES, facts_of
-from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.engines import facts_of
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import MAX_PLANNED, Spec
-from flexrlhf.errors import UserError, either
+from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.limits import SpaceLimits
 from flexrlhf.guideline.advice.model_options import OptionEnumerator, UniformMesh
-from flexrlhf.guideline.advice.sketch import SearchModel, Sketch, name_of
-from flexrlhf.guideline.costs.cost_model import CostModel, Links
-from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
+from flexrlhf.guideline.advice.searched_step import SearchedStep
+from flexrlhf.guideline.advice.sketch import SearchModel
+from flexrlhf.guideline.advice.space_checks import check_searched_models, check_searched_settings, with_types_of_stages
+from flexrlhf.guideline.costs.cost_model import CostModel
+from flexrlhf.guideline.costs.links import MeshSide
 from flexrlhf.guideline.search.problem import (
     Choice,
     DevicePool,
-    LinkEnd,
     Meshes,
     MeshShape,
     Option,
-    RowTransfer,
     SearchPart,
     SearchProblem,
-    SearchSync,
-    SearchTask,
     Vectors,
     meshes_of,
 )
 from flexrlhf.guideline.simulation.calls import CallMaker
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.guideline.simulation.pricing import UNKNOWN, rows_bytes, synced_weights
-from flexrlhf.operators.columns import Lengths
-from flexrlhf.operators.graph import Graph
-from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16
-from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.placement.ratios import Roles
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.placement.rollout import rollout_settings
-from flexrlhf.placement.routes import Relation
-from flexrlhf.plan.engine_checks import check_engine, check_settings
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
 from flexrlhf.plan.pipeline import resolve
-from flexrlhf.plan.router_replay import run_lengths
-from flexrlhf.strategies.instructions import Run, Sync
 from flexrlhf.strategies.strategy import DISAGGREGATED
-from flexrlhf.weights.shapes import ModelShape
 
-FORBIDDEN = 1e9
-"""Seconds of a forbidden transfer; with a lag they may be spread over some steps."""
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks that are tried."""
 USABLE = 0.95
@@ -67,24 +51,10 @@ GAP = 0.01
 """Share of its time by which the result of a search may miss the fastest plan."""
 
 
-def is_allowed(seconds: float) -> bool:
-    """Whether a plan that takes ``seconds`` a step has no forbidden transfer."""
-    return seconds < FORBIDDEN / 10
-
-
 @dataclass(frozen=True)
-class Space:
+class Space(SearchedStep):
     """Placements of ``spec`` with or without shadows, for one number of chunks and one lag, as in the spec.
 
-    spec:            the spec, its models resolved.
-    graph:           operators of the algorithm.
-    roles:           its roles, in vector order.
-    shapes:          role → sizes of its model.
-    cluster:         the devices.
-    costs:           cost model of calls and transfers.
-    lengths:         tokens of prompts and responses.
-    enumerator:      makes the options of its models.
-    has_shadows:     whether inference has copies of its own.
     fixed_schedule:  settings of the schedule that the YAML sets.
     pending:         models that an earlier run of the command will write, by directory.
     offloaded:       models that are in host memory while others compute.
@@ -93,25 +63,12 @@ class Space:
     limits:          settings and memory that plans have rejected.
     """
 
-    spec: Spec
-    graph: Graph
-    roles: Roles
-    shapes: Mapping[str, ModelShape]
-    cluster: Cluster
-    costs: CostModel
-    lengths: TextLengths
-    enumerator: OptionEnumerator
-    has_shadows: bool = False
     fixed_schedule: frozenset[str] = frozenset()
     pending: Mapping[Path, ModelSpec] = field(default_factory=dict)
     offloaded: frozenset[str] = frozenset()
     usable: float = USABLE
     is_lean: bool = False
     limits: SpaceLimits = field(default_factory=SpaceLimits)
-
-    @cached_property
-    def batch(self) -> BatchShape:
-        return BatchShape.of(self.spec)
 
     @property
     def may_have_shadows(self) -> bool:
@@ -139,10 +96,6 @@ class Space:
         """Whether a YAML of it has a smaller ``memory_gb``: a plan offloads models where a device is full."""
         return bool(self.offloaded) and self.usable < 1
 
-    @cached_property
-    def sketch(self) -> Sketch:
-        return self.enumerator.sketch(Sketch(self.spec, self.graph, self.roles, self.has_shadows))
-
     @property
     def names(self) -> tuple[ModelName, ...]:
         """Names of the placed models, in vector order."""
@@ -152,11 +105,6 @@ class Space:
     def models(self) -> tuple[SearchModel, ...]:
         """Placed models with their calls, in vector order."""
         return tuple(self.sketch.models(self.offloaded, self.is_lean))
-
-    @cached_property
-    def devices(self) -> dict[str, DeviceClass]:
-        """Name of a class of the cluster → its figures; all seconds on a class without figures are measured."""
-        return {name: self.cluster.figures_or(self.cluster.ranks_on(name)[0], UNKNOWN) for name in self.cluster.classes}
 
     @cached_property
     def problem(self) -> SearchProblem:
@@ -242,10 +190,6 @@ class Space:
         return replace(option, resting=option.resting + kept, active=option.active + of_source)
 
     @cached_property
-    def _run_lengths(self) -> Lengths:
-        return run_lengths(self.spec, self.graph, self.shapes)
-
-    @cached_property
     def _steps_kept(self) -> int:
         """Steps whose rows a rank keeps next to those of the newest, as of ``Plan.row_bytes_in_flight``."""
         operators = self.sketch.whole_graph.operators
@@ -263,85 +207,6 @@ class Space:
             return 0.0
         source = replace(next(each for each in self.models if each.name == model.role), switches=())
         return min((each.resting for each in self.enumerator.options(source, mesh)), default=0.0)
-
-    def _calls(self) -> Iterator[SearchTask | SearchSync]:
-        """Tasks and syncs in the order of the trainer's list, and the switches of an engine that sleeps."""
-        sketch, engine = self.sketch, self.sketch.sleeper
-        # after the last of its calls: it may have two
-        last = next((run for run in reversed(sketch.runs) if run.model == engine), None)
-        for each in sketch.instructions:
-            match each:
-                case Run():
-                    reads = tuple(name_of(writer) for writer in (*sketch.writers(each), *sketch.separate(each)))
-                    yield SearchTask(name_of(each), each.model, reads, each.lag)
-                    if each is last:
-                        yield SearchTask("offload", each.model)
-                case Sync():
-                    if each.destination == engine:
-                        yield SearchTask("reload", each.destination)
-                    yield self._sync(each, sketch.last_training(each.source), each.destination)
-
-    def _sync(self, sync: Sync, trained: str, copy: str) -> SearchSync:
-        """Return a sync from the task that trains to the part that receives."""
-        base = self.spec.models.of(sync.source.role)
-        side = partial(_sync_side, base is not None and base.lora is not None)
-        return SearchSync(trained, copy, partial(self._sync_seconds, sync), sync.every, sync.overlaps, side)
-
-    def _rows(self) -> Iterator[RowTransfer]:
-        """Yield transfers of columns, and waits between models that must not share a device."""
-        for reader in self.sketch.runs:
-            for writer in self.sketch.writers(reader):
-                size = rows_bytes(self.batch, self._run_lengths, writer, reader)
-                seconds = partial(self._rows_seconds, size, self.sketch.must_be_disjoint(writer.model, reader.model))
-                yield RowTransfer(name_of(writer), name_of(reader), seconds, _rows_side)
-            for writer in self.sketch.separate(reader):
-                yield RowTransfer(name_of(writer), name_of(reader), self._border_seconds, lambda end: ())
-
-    @staticmethod
-    def _border_seconds(source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
-        """Seconds between models that must not share a device and send each other nothing."""
-        return 0.0 if relation == "disjoint" else FORBIDDEN
-
-    def _rows_seconds(
-        self, size: int, must_be_disjoint: bool, source: LinkEnd, to: LinkEnd, relation: Relation
-    ) -> float:
-        if must_be_disjoint and relation != "disjoint":
-            return FORBIDDEN
-        # many readers read as many bytes of writers with the same layout
-        key = size, source.layout, to.layout, source.shape.kinds, to.shape.kinds, relation, self.cluster.num_nodes > 1
-        return self.enumerator.cached(
-            key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds
-        )
-
-    def _sync_seconds(self, sync: Sync, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
-        if relation != ("disjoint" if self.has_shadows else "same"):
-            return FORBIDDEN
-        weights = self._weights(self.sketch.placement[sync.destination], to, sync.overlaps)
-        return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
-
-    def _weights(self, follower: PlacedModel, to: LinkEnd, overlaps: bool = False) -> SyncWeights:
-        """Return the weights that a sync sends to ``follower``."""
-        side = side_of(to)
-        if (follower.name, side) not in self._weights_cache:
-            layout = Layout(tuple(range(side.size)), side.tp, side.pp, ep=side.ep)
-            settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp, "pp": side.pp})
-            over = side.shards // side.parts
-            kind = follower.rollout, follower.head
-            model = PlacedModel(follower.name, layout, False, settings, *kind, sharded_over=over)
-            self._weights_cache[follower.name, side] = synced_weights(
-                model, self.shapes[follower.role], self.spec, overlaps
-            )
-        return self._weights_cache[follower.name, side]
-
-    @cached_property
-    def _weights_cache(self) -> dict[tuple[str, MeshSide], SyncWeights]:
-        """(follower, its side) → weights that a sync sends, filled on use."""
-        return {}
-
-    def _between(self, source: LinkEnd, to: LinkEnd, relation: Relation) -> ModelLink:
-        kinds = [self.devices[kind] for end in (source, to) for kind in end.shape.kinds]
-        links = Links(min(kind.link_gb_s for kind in kinds), min(kind.node_gb_s for kind in kinds))
-        return ModelLink(side_of(source), side_of(to), relation, links, self.cluster.num_nodes > 1)
 
 
 def with_schedule(space: Space, num_chunks: int, lag: int) -> Space:
@@ -377,28 +242,6 @@ def allowed_chunks(space: Space) -> tuple[int, ...]:
     return tuple(number for number in CHUNKS if mini_batches % number == 0 and number <= max(1, most))
 
 
-def _rows_side(end: LinkEnd) -> Hashable:
-    """Return what a transfer of rows depends on of one end: how many ranks have which rows, on which devices."""
-    return end.shape.kinds, _of_rows(side_of(end))
-
-
-@lru_cache(maxsize=4096)
-def _of_rows(side: MeshSide) -> MeshSide:
-    """Return ``side`` without what rows do not depend on."""
-    return replace(side, zero=0, shards=1, ep=1)
-
-
-def _sync_side(has_adapters: bool, end: LinkEnd) -> Hashable:
-    """Return what a sync depends on of one end: which ranks store which weights, on which devices."""
-    return end.shape.kinds, _of_weights(side_of(end), has_adapters)
-
-
-@lru_cache(maxsize=4096)
-def _of_weights(side: MeshSide, has_adapters: bool) -> MeshSide:
-    """Return ``side`` without what weights do not depend on; where adapters are gathered it matters who has them."""
-    return replace(side, dp=1, cp=side.cp if has_adapters else 1, zero=side.zero if side.zero == 3 else 0)
-
-
 def lies_in_nodes(option: Option, model: SearchModel, shape: MeshShape) -> bool:
     """Whether groups that exchange activations are on one node each, or have all devices of theirs where they may, and
     ZeRO shards over equally many replicas of each node where it shards in nodes."""
@@ -409,12 +252,6 @@ def lies_in_nodes(option: Option, model: SearchModel, shape: MeshShape) -> bool:
     near = side.tp if settings.context_parallel == "ring" else side.tp * side.cp
     is_near = shape.unit % near == 0 or (model.is_rollout and shape.is_whole and side.tp % shape.per_node == 0)
     return is_near and (settings.shard != "node" or shape.is_even)
-
-
-def side_of(end: LinkEnd) -> MeshSide:
-    """Return the layout of one end of a link."""
-    assert isinstance(end.layout, MeshSide), "options of a Space have a side as layout"
-    return end.layout
 
 
 def make_space(
@@ -436,13 +273,13 @@ def make_space(
     """
     resolved = resolve(spec, pending, obstacle)
     graph, longest = resolved.graph, spec.lengths
-    spec = _with_types_of_stages(spec, resolved.spec, resolved.cluster)
+    spec = with_types_of_stages(spec, resolved.spec, resolved.cluster)
     texts = lengths or TextLengths(longest.prompt, (longest.response,))
     batch = replace(BatchShape.of(spec), num_chunks=1)
     shapes = model_shapes(spec, graph, pending or {})
-    _check_models(spec, shapes, graph.roles, None if of_operators else graph.generated)
+    check_searched_models(spec, shapes, graph.roles, None if of_operators else graph.generated)
     for role in resolved.roles.all:
-        _check_settings(spec, role, resolved.roles)
+        check_searched_settings(spec, role, resolved.roles)
     # calls are priced as if responses were whole; memory is for the places of a step in segments
     maker = CallMaker(batch.of_one_round, longest, texts, spec.algorithm.epochs)
     enumerator = OptionEnumerator(spec, shapes, batch, costs, maker)
@@ -478,62 +315,3 @@ def _check_kinds(space: Space) -> None:
     refusals = [each.sketch.refusal for each in kinds]
     if refusals and all(refusals):
         raise UserError(refusals[0])
-
-
-def _with_types_of_stages(written: Spec, spec: Spec, cluster: Cluster) -> Spec:
-    """Return ``spec`` with models in bfloat16 where their type and ZeRO stage are open and their engine trains 16 bits
-    from a later stage than 0 on, which is then chosen."""
-    if not all_compute_in_bfloat16(spec.cluster, cluster):
-        return spec
-    changed = {}
-    for role, model in spec.models:
-        own = written.models.of(role) or written.models.all or ModelSpec()
-        is_open = not {"zero", "dtype"} & own.model_fields_set
-        if model is not None and facts_of(model.engine).least_16_bit_zero and is_open:
-            changed[role] = model.model_copy(update={"dtype": "bfloat16"})
-    return spec.with_models(changed)
-
-
-def _check_settings(spec: Spec, role: str, roles: Roles) -> None:
-    """Raise UserError for settings of a role that no placement could have, whatever ZeRO stage is chosen for it."""
-    settings = spec.models.of(role)
-    assert settings is not None, f"{role} is resolved"
-    is_fixed = "zero" in settings.model_fields_set
-    errors = []
-    for zero in (settings.zero,) if is_fixed else facts_of(settings.engine).zero:
-        chosen = settings.model_copy(update={"zero": zero})
-        try:
-            check_settings(
-                PlacedModel(ModelName(role), Layout((0,)), role in roles.trained, chosen, head=roles.heads[role])
-            )
-            return
-        except UserError as error:
-            errors.append(error)
-    raise errors[-1]
-
-
-def _check_models(spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[str], generated: str | None) -> None:
-    """Raise UserError for an engine that lacks a kind of calls of its role under every placement, and for a model whose
-    sizes are not known.
-    """
-    for role in roles:
-        settings = spec.models.of(role)
-        assert settings is not None, f"{role} is resolved"
-        check_engine(f"models.{role}.engine", settings.engine)
-        if "train" not in facts_of(settings.engine).kinds:
-            raise UserError(
-                f"models.{role}.engine: {settings.engine} only generates; use {either(FULL_ENGINES)} here, and "
-                f"rollout.engine: {settings.engine} to generate with it"
-            )
-        engines = [ENGINES[name] for name in (settings.engine, settings.of_shadow.engine) if name in ENGINES]
-        serves = {kind for engine in engines for kind in engine.kinds}
-        if role == generated and not spec.rollout.has_copy and "generate" not in serves:
-            raise UserError(
-                f"models.{role}.engine: {settings.engine} does not support generate; set rollout.engine: vllm, or use "
-                f"{either(FULL_ENGINES)} here"
-            )
-        if role not in shapes or shapes[role].sizes is None:
-            raise UserError(
-                f"models.{role}: seconds follow from the sizes of a model, which the config of this family does not "
-                f"give; known families: {', '.join(KNOWN_FAMILIES)}"
-            )

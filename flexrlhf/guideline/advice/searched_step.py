@@ -1,0 +1,186 @@
+"""Step of a spec as a search sees it: its calls in the order of the strategies, and the time of what models send each
+other between any two meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+
+from flexrlhf.config.spec import Spec
+from flexrlhf.guideline.advice.model_options import OptionEnumerator
+from flexrlhf.guideline.advice.sketch import Sketch, name_of
+from flexrlhf.guideline.costs.cost_model import CostModel, Links
+from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
+from flexrlhf.guideline.search.problem import LinkEnd, RowTransfer, SearchSync, SearchTask
+from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.guideline.simulation.pricing import UNKNOWN, rows_bytes, synced_weights
+from flexrlhf.operators.columns import Lengths
+from flexrlhf.operators.graph import Graph
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.ratios import Roles
+from flexrlhf.placement.routes import Relation
+from flexrlhf.plan.router_replay import run_lengths
+from flexrlhf.strategies.instructions import Run, Sync
+from flexrlhf.weights.shapes import ModelShape
+
+FORBIDDEN = 1e9
+"""Seconds of a forbidden transfer; with a lag they may be spread over some steps."""
+
+
+def is_allowed(seconds: float) -> bool:
+    """Whether a plan that takes ``seconds`` a step has no forbidden transfer."""
+    return seconds < FORBIDDEN / 10
+
+
+@dataclass(frozen=True)
+class SearchedStep:
+    """Calls and transfers of a step of ``spec`` with or without shadows, for one number of chunks and one lag.
+
+    spec:         the spec, its models resolved.
+    graph:        operators of the algorithm.
+    roles:        its roles, in vector order.
+    shapes:       role → sizes of its model.
+    cluster:      the devices.
+    costs:        cost model of calls and transfers.
+    lengths:      tokens of prompts and responses.
+    enumerator:   makes the options of its models.
+    has_shadows:  whether inference has copies of its own.
+    """
+
+    spec: Spec
+    graph: Graph
+    roles: Roles
+    shapes: Mapping[str, ModelShape]
+    cluster: Cluster
+    costs: CostModel
+    lengths: TextLengths
+    enumerator: OptionEnumerator
+    has_shadows: bool = False
+
+    @cached_property
+    def batch(self) -> BatchShape:
+        return BatchShape.of(self.spec)
+
+    @cached_property
+    def sketch(self) -> Sketch:
+        return self.enumerator.sketch(Sketch(self.spec, self.graph, self.roles, self.has_shadows))
+
+    @cached_property
+    def devices(self) -> dict[str, DeviceClass]:
+        """Name of a class of the cluster → its figures; all seconds on a class without figures are measured."""
+        return {name: self.cluster.figures_or(self.cluster.ranks_on(name)[0], UNKNOWN) for name in self.cluster.classes}
+
+    @cached_property
+    def _run_lengths(self) -> Lengths:
+        return run_lengths(self.spec, self.graph, self.shapes)
+
+    def _calls(self) -> Iterator[SearchTask | SearchSync]:
+        """Tasks and syncs in the order of the trainer's list, and the switches of an engine that sleeps."""
+        sketch, engine = self.sketch, self.sketch.sleeper
+        # after the last of its calls: it may have two
+        last = next((run for run in reversed(sketch.runs) if run.model == engine), None)
+        for each in sketch.instructions:
+            match each:
+                case Run():
+                    reads = tuple(name_of(writer) for writer in (*sketch.writers(each), *sketch.separate(each)))
+                    yield SearchTask(name_of(each), each.model, reads, each.lag)
+                    if each is last:
+                        yield SearchTask("offload", each.model)
+                case Sync():
+                    if each.destination == engine:
+                        yield SearchTask("reload", each.destination)
+                    yield self._sync(each, sketch.last_training(each.source), each.destination)
+
+    def _sync(self, sync: Sync, trained: str, copy: str) -> SearchSync:
+        """Return a sync from the task that trains to the part that receives."""
+        base = self.spec.models.of(sync.source.role)
+        side = partial(_sync_side, base is not None and base.lora is not None)
+        return SearchSync(trained, copy, partial(self._sync_seconds, sync), sync.every, sync.overlaps, side)
+
+    def _rows(self) -> Iterator[RowTransfer]:
+        """Yield transfers of columns, and waits between models that must not share a device."""
+        for reader in self.sketch.runs:
+            for writer in self.sketch.writers(reader):
+                size = rows_bytes(self.batch, self._run_lengths, writer, reader)
+                seconds = partial(self._rows_seconds, size, self.sketch.must_be_disjoint(writer.model, reader.model))
+                yield RowTransfer(name_of(writer), name_of(reader), seconds, _rows_side)
+            for writer in self.sketch.separate(reader):
+                yield RowTransfer(name_of(writer), name_of(reader), self._border_seconds, lambda end: ())
+
+    @staticmethod
+    def _border_seconds(source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
+        """Seconds between models that must not share a device and send each other nothing."""
+        return 0.0 if relation == "disjoint" else FORBIDDEN
+
+    def _rows_seconds(
+        self, size: int, must_be_disjoint: bool, source: LinkEnd, to: LinkEnd, relation: Relation
+    ) -> float:
+        if must_be_disjoint and relation != "disjoint":
+            return FORBIDDEN
+        # many readers read as many bytes of writers with the same layout
+        key = size, source.layout, to.layout, source.shape.kinds, to.shape.kinds, relation, self.cluster.num_nodes > 1
+        return self.enumerator.cached(
+            key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds
+        )
+
+    def _sync_seconds(self, sync: Sync, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
+        if relation != ("disjoint" if self.has_shadows else "same"):
+            return FORBIDDEN
+        weights = self._weights(self.sketch.placement[sync.destination], to, sync.overlaps)
+        return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
+
+    def _weights(self, follower: PlacedModel, to: LinkEnd, overlaps: bool = False) -> SyncWeights:
+        """Return the weights that a sync sends to ``follower``."""
+        side = _side_of(to)
+        if (follower.name, side) not in self._weights_cache:
+            layout = Layout(tuple(range(side.size)), side.tp, side.pp, ep=side.ep)
+            settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp, "pp": side.pp})
+            over = side.shards // side.parts
+            kind = follower.rollout, follower.head
+            model = PlacedModel(follower.name, layout, False, settings, *kind, sharded_over=over)
+            self._weights_cache[follower.name, side] = synced_weights(
+                model, self.shapes[follower.role], self.spec, overlaps
+            )
+        return self._weights_cache[follower.name, side]
+
+    @cached_property
+    def _weights_cache(self) -> dict[tuple[str, MeshSide], SyncWeights]:
+        """(follower, its side) → weights that a sync sends, filled on use."""
+        return {}
+
+    def _between(self, source: LinkEnd, to: LinkEnd, relation: Relation) -> ModelLink:
+        kinds = [self.devices[kind] for end in (source, to) for kind in end.shape.kinds]
+        links = Links(min(kind.link_gb_s for kind in kinds), min(kind.node_gb_s for kind in kinds))
+        return ModelLink(_side_of(source), _side_of(to), relation, links, self.cluster.num_nodes > 1)
+
+
+def _rows_side(end: LinkEnd) -> Hashable:
+    """Return what a transfer of rows depends on of one end: how many ranks have which rows, on which devices."""
+    return end.shape.kinds, _of_rows(_side_of(end))
+
+
+@lru_cache(maxsize=4096)
+def _of_rows(side: MeshSide) -> MeshSide:
+    """Return ``side`` without what rows do not depend on."""
+    return replace(side, zero=0, shards=1, ep=1)
+
+
+def _sync_side(has_adapters: bool, end: LinkEnd) -> Hashable:
+    """Return what a sync depends on of one end: which ranks store which weights, on which devices."""
+    return end.shape.kinds, _of_weights(_side_of(end), has_adapters)
+
+
+@lru_cache(maxsize=4096)
+def _of_weights(side: MeshSide, has_adapters: bool) -> MeshSide:
+    """Return ``side`` without what weights do not depend on; where adapters are gathered it matters who has them."""
+    return replace(side, dp=1, cp=side.cp if has_adapters else 1, zero=side.zero if side.zero == 3 else 0)
+
+
+def _side_of(end: LinkEnd) -> MeshSide:
+    """Return the layout of one end of a link."""
+    assert isinstance(end.layout, MeshSide), "options of a Space have a side as layout"
+    return end.layout

@@ -1,0 +1,78 @@
+"""Checks of models and settings that no placement could have, before a space of placements is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flexrlhf.config.engines import ENGINES, FULL_ENGINES, facts_of
+from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import Spec
+from flexrlhf.errors import UserError, either
+from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.ratios import Roles
+from flexrlhf.plan.engine_checks import check_engine, check_settings
+from flexrlhf.weights.shapes import ModelShape
+
+
+def with_types_of_stages(written: Spec, spec: Spec, cluster: Cluster) -> Spec:
+    """Return ``spec`` with models in bfloat16 where their type and ZeRO stage are open and their engine trains 16 bits
+    from a later stage than 0 on, which is then chosen."""
+    if not all_compute_in_bfloat16(spec.cluster, cluster):
+        return spec
+    changed = {}
+    for role, model in spec.models:
+        own = written.models.of(role) or written.models.all or ModelSpec()
+        is_open = not {"zero", "dtype"} & own.model_fields_set
+        if model is not None and facts_of(model.engine).least_16_bit_zero and is_open:
+            changed[role] = model.model_copy(update={"dtype": "bfloat16"})
+    return spec.with_models(changed)
+
+
+def check_searched_settings(spec: Spec, role: str, roles: Roles) -> None:
+    """Raise UserError for settings of a role that no placement could have, whatever ZeRO stage is chosen for it."""
+    settings = spec.models.of(role)
+    assert settings is not None, f"{role} is resolved"
+    is_fixed = "zero" in settings.model_fields_set
+    errors = []
+    for zero in (settings.zero,) if is_fixed else facts_of(settings.engine).zero:
+        chosen = settings.model_copy(update={"zero": zero})
+        try:
+            check_settings(
+                PlacedModel(ModelName(role), Layout((0,)), role in roles.trained, chosen, head=roles.heads[role])
+            )
+            return
+        except UserError as error:
+            errors.append(error)
+    raise errors[-1]
+
+
+def check_searched_models(
+    spec: Spec, shapes: Mapping[str, ModelShape], roles: Sequence[str], generated: str | None
+) -> None:
+    """Raise UserError for an engine that lacks a kind of calls of its role under every placement, and for a model whose
+    sizes are not known.
+    """
+    for role in roles:
+        settings = spec.models.of(role)
+        assert settings is not None, f"{role} is resolved"
+        check_engine(f"models.{role}.engine", settings.engine)
+        if "train" not in facts_of(settings.engine).kinds:
+            raise UserError(
+                f"models.{role}.engine: {settings.engine} only generates; use {either(FULL_ENGINES)} here, and "
+                f"rollout.engine: {settings.engine} to generate with it"
+            )
+        engines = [ENGINES[name] for name in (settings.engine, settings.of_shadow.engine) if name in ENGINES]
+        serves = {kind for engine in engines for kind in engine.kinds}
+        if role == generated and not spec.rollout.has_copy and "generate" not in serves:
+            raise UserError(
+                f"models.{role}.engine: {settings.engine} does not support generate; set rollout.engine: vllm, or use "
+                f"{either(FULL_ENGINES)} here"
+            )
+        if role not in shapes or shapes[role].sizes is None:
+            raise UserError(
+                f"models.{role}: seconds follow from the sizes of a model, which the config of this family does not "
+                f"give; known families: {', '.join(KNOWN_FAMILIES)}"
+            )
