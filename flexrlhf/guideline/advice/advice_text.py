@@ -11,7 +11,7 @@ from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import Advice, is_full, tied
 from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
-from flexrlhf.guideline.advice.rules_text import contradictions, rule_lines, weighed_rules
+from flexrlhf.guideline.advice.rules_text import rules_section
 from flexrlhf.guideline.advice.searched_step import is_allowed
 from flexrlhf.guideline.advice.settings_text import placement_text, settings_table
 from flexrlhf.guideline.advice.space import USABLE
@@ -27,7 +27,7 @@ from flexrlhf.strategies.instructions import Run, without_turn
 from flexrlhf.text import bytes_text, table
 
 SHOWN = 3
-"""Instructions whose time is explained."""
+"""Instructions whose time is explained, and shares of rows that are printed one by one."""
 ENOUGH = 0.95
 """Share of the most samples/s with which a batch is large enough."""
 FULL_SHARE = 0.6
@@ -46,16 +46,14 @@ def format_advice(advice: Advice, source: CostSource, max_batch: bool = False, p
         "\n".join([_head(advice, source), *usage_lines(usage_of(advice.best.simulation, prices))]),
         _titled("ranked by the simulated time of a step", [*_ranking(advice), *_legend(advice)]),
         _titled(f"settings of {_name(advice.best)}", settings_table(advice.best)),
-        _titled("why", _reasons(advice)),
-        _titled("generation of the one to use", load_lines(advice.best.simulation, source.costs)),
+        _titled(
+            f"why: devices run {advice.best.simulation.utilisation:.0%} of the time",
+            [*_reasons(advice), *load_lines(advice.best.simulation, source.costs)],
+        ),
         _titled("waiting for environments (seconds a step; chunks alternate)", _waiting(advice)),
         _titled("larger batches (samples/s and memory, as many optimizer steps a step)", _batches(advice)),
         _titled(LARGEST_BATCHES, _largest(advice) if max_batch else ()),
-        _titled("against the guideline", contradictions(advice)),
-        _titled(
-            "rules (of the guideline's placement and `>`, the one to use)",
-            [*rule_lines(advice), *weighed_rules(advice)],
-        ),
+        _titled("rules (of the guideline's placement and `>`, the one to use)", rules_section(advice)),
         _titled("search", _searches(advice)),
         _titled("rejected", _rejected(advice)),
     ]
@@ -131,12 +129,14 @@ def _legend(advice: Advice) -> Iterator[str]:
     taken = "the one to use" if advice.take is None else f"the one to use, by --take {advice.take}"
     tie = f"; = as fast as the fastest within {advice.margin:.0%}" if len(_equal(advice)) > 1 else ""
     star = any(isinstance(item.candidate.spec.placement, PlacementMap) for item in advice.feasible)
-    yield f"marks: > {taken}{tie}{'; * ranks that no vector gives' * star}"
+    yield (
+        f"marks: > {taken}{tie}{'; * ranks that no vector gives' * star}; memory: bytes of the fullest device, and "
+        f"their share of what a plan can fill there"
+    )
     names = ", ".join(advice.best.candidate.space.roles.all)
     shadows = ", ".join(advice.best.candidate.space.roles.shadows)
     first = f" (with copies, {shadows} come first)" if shadows else ""
     yield f"vector: shares of the devices of {names}{first}"
-    yield "memory: bytes of the fullest device, and their share of what a plan can fill there"
 
 
 def _reasons(advice: Advice) -> Iterator[str]:
@@ -155,7 +155,6 @@ def _reasons(advice: Advice) -> Iterator[str]:
     for label, chunk in sorted(calls, key=lambda call: -seconds[call])[:SHOWN]:
         taken, longest = seconds[label, chunk], max(calls[label, chunk], key=lambda cost: cost.seconds)
         yield f"{label}: {taken:.2f} s ({taken / best.seconds:.0%} of a step), most of it {longest.largest}"
-    yield f"devices run {best.simulation.utilisation:.0%} of the time"
     if is_full(best):
         yield f"memory is filled to {best.share:.0%}: no placement was found that fits into {USABLE:.0%}"
     if 0 < best.share < FULL_SHARE:
@@ -238,17 +237,22 @@ def _searches(advice: Advice) -> Iterator[str]:
     for meshes, labels in by_meshes.items():
         of = "" if len(by_meshes) == 1 else f" of {', '.join(labels)}"
         yield f"  meshes{of}: {meshes}"
-    yield f"  settings tried: passes of one text, or of at most {either(PASS_TOKENS[1:])} tokens;"
-    yield f"    {_parts(DECODE_SHARES)} of the rows decoded together;"
-    yield f"    a rollout engine's cache with room for {_parts(CACHE_SHARES)} of its rows"
-    yield "    sizes between these for the fastest plan, one model after the other"
-    yield "  plans: all of the space, also those that memory or rules forbid"
-    yield "  gap: share of its time by which any plan of the space may at most be faster;"
-    yield "    other ranks and settings are not in the space"
+    tokens = either(PASS_TOKENS[1:])
+    yield f"  settings tried: passes of one text, or of at most {tokens} tokens; sizes between for the fastest plan;"
+    yield (
+        f"    {_parts(DECODE_SHARES)} of the rows decoded together; a rollout engine's cache with room for "
+        f"{_parts(CACHE_SHARES)} of them"
+    )
+    yield (
+        "  plans: all of the space, also those that memory or rules forbid; gap: share of its time by which any may at "
+        "most be faster (other ranks and settings are not in the space)"
+    )
 
 
 def _parts(shares: Sequence[int]) -> str:
-    return either("all" if share == 1 else f"1/{share}" for share in shares)
+    """Return shares of rows, in steps of a half, as ``all, 1/2, 1/4 ... 1/512``."""
+    first = ", ".join("all" if share == 1 else f"1/{share}" for share in shares[:SHOWN])
+    return f"{first} ... 1/{shares[-1]}"
 
 
 def _search_row(label: str, result: SearchResult) -> tuple[str, ...]:

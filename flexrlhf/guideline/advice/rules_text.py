@@ -11,6 +11,14 @@ from flexrlhf.strategies.instructions import Run
 from flexrlhf.text import table
 
 
+def rules_section(advice: Advice) -> Iterator[str]:
+    """Yield the rules as the guideline's placement and the one to use follow them, and where rules and simulated steps
+    contradict each other."""
+    yield from contradictions(advice)
+    yield from _rules(advice)
+    yield from _weighed(advice)
+
+
 def contradictions(advice: Advice) -> Iterator[str]:
     """Yield a sentence where the placement to use has another strategy than FlexRLHF's guideline gives, with the
     operator that makes the difference in the simulated steps."""
@@ -40,23 +48,30 @@ def _by_guideline(advice: Advice) -> FeasibleCandidate | None:
     return next((item for item in advice.feasible if item.candidate.method == "guideline"), None)
 
 
-def rule_lines(advice: Advice) -> Iterator[str]:
-    """Yield a line for each rule that applies and each placement, with its state and figures; the others in one line.
-    Rules of other systems than the guideline's are judged on the placement to use alone."""
+def _rules(advice: Advice) -> Iterator[str]:
+    """Yield a line for each rule and state, with the figures of the placements in it, and one of rules that do not
+    apply. Rules of other systems than the guideline's are judged on the placement to use alone."""
     best, ruled = advice.best, _by_guideline(advice)
     own = _judged(best)
     other = own if ruled is best or ruled is None else _judged(ruled)
     rows: list[tuple[str, ...]] = []
-    idle = []
+    idle: list[str] = []
     for verdict, first in zip(own, other, strict=True):
-        is_comment = verdict.rule.source != FLEXRLHF
-        if verdict.state == "not applicable" and (is_comment or first.state == verdict.state):
-            idle += [] if is_comment else [verdict.rule.name]
+        name, is_comment = verdict.rule.name, verdict.rule.source != FLEXRLHF
+        both = {">": verdict} if is_comment or other is own else {"": first, ">": verdict}
+        evidence = {mark: f"{each.evidence}{_miss(advice, each, mark, ruled is best)}" for mark, each in both.items()}
+        marks: dict[str, list[str]] = {}
+        for mark, each in both.items():
+            marks.setdefault(each.state, []).append(mark)
+        unmet = marks.pop("not applicable", [])
+        if not marks:
+            idle += [] if is_comment else [name]
             continue
-        title = f"{verdict.rule.name} ({verdict.rule.source})"
-        pairs = [(">", verdict)] if is_comment or other is own else [("", first), (">", verdict)]
-        for mark, each in pairs:
-            rows.append((title, mark, each.state, f"{each.evidence}{_miss(advice, each, mark, ruled is best)}"))
+        idle += [f"{name} to {mark or 'the first'} ({evidence[mark]})" for mark in unmet]
+        title = f"{name} ({verdict.rule.source})"
+        for state, alike in marks.items():
+            figures = dict.fromkeys(evidence[mark] for mark in alike)
+            rows.append((title, alike[0], state, "; > ".join(figures)))
             title = ""
     yield from table(rows, "<<<<")
     if idle:
@@ -80,7 +95,7 @@ def _seconds_by_operator(item: FeasibleCandidate) -> dict[str, tuple[float, int]
     return found
 
 
-def weighed_rules(advice: Advice) -> Iterator[str]:
+def _weighed(advice: Advice) -> Iterator[str]:
     """Yield a sentence where rules that apply lead to different strategies, with the seconds of the best of each."""
     applied = [each.rule for each in _judged(advice.best) if each.state != "not applicable"]
     rules = {rule.strategy: rule for rule in reversed(applied) if rule.strategy}

@@ -26,18 +26,20 @@ SAVING_SETTINGS = {
 
 
 def settings_table(item: FeasibleCandidate) -> list[str]:
-    """Return a table of the placed models, and lines on the schedule, engines and host memory."""
+    """Return a table of the placed models, with a row for those alike, and lines on the schedule, engines and host
+    memory."""
     models = item.plan.placement.models
     further = ["pp"] * any(facts_of(model.engine).pp for model in models if model.rollout is None)
     further += further_degrees(models)
     degrees = ("dp", "tp", *further, "zero")
     head = ("model", "ranks", *degrees, "pass tokens", "decoded", "recompute")
-    rows = [head, *(_settings_of(model, item, degrees[:-1]) for model in models)]
-    schedule = item.plan.spec.schedule
-    last = f"chunks {schedule.num_chunks}, lag {schedule.lag}"
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for model in models:
+        alike.setdefault(_settings_of(model, item, degrees[:-1]), []).append(model.name)
+    rows = [head, *((", ".join(names), *cells) for cells, names in alike.items())]
     legend = ["zero in each node: a node's devices have all shards"] if any(map(is_sharded_in_nodes, models)) else []
     lines = table(rows, f"<<{'>' * len(degrees)}>><")
-    return [*lines, *legend, last, *_engines(item), *_in_host_memory(item)]
+    return [*lines, *legend, _schedule(item), *_generators(item), *_in_host_memory(item)]
 
 
 def further_degrees(models: Sequence[PlacedModel]) -> list[str]:
@@ -45,11 +47,18 @@ def further_degrees(models: Sequence[PlacedModel]) -> list[str]:
     return [name for name in ("cp", "ep") if any(getattr(model.layout, name) > 1 for model in models)]
 
 
-def _engines(item: FeasibleCandidate) -> Iterator[str]:
-    """Yield lines on the engines of models, and on the one that generates with its degrees and its cache."""
-    models = [model for model in item.plan.placement.models if model.rollout is None]
-    for engine in dict.fromkeys(model.engine for model in models):
-        yield f"engine {engine}: {', '.join(model.name for model in models if model.engine == engine)}"
+def _schedule(item: FeasibleCandidate) -> str:
+    """Return the chunks, the lag and the engines of models."""
+    models, schedule = [model for model in item.plan.placement.models if model.rollout is None], item.plan.spec.schedule
+    engines: dict[str, list[str]] = {}
+    for model in models:
+        engines.setdefault(model.engine, []).append(model.name)
+    named = (f"engine {engine}: {', '.join(names)}" for engine, names in engines.items())
+    return "; ".join((f"chunks {schedule.num_chunks}, lag {schedule.lag}", *named))
+
+
+def _generators(item: FeasibleCandidate) -> Iterator[str]:
+    """Yield a line on each model that generates, with its engine, degrees and cache."""
     for model in item.plan.placement.models:
         if _generates(model, item):
             name = model.engine if model.rollout is None else model.rollout.engine
@@ -78,13 +87,14 @@ def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
 
 
 def _settings_of(model: PlacedModel, item: FeasibleCandidate, degrees: Sequence[str]) -> tuple[str, ...]:
+    """Return the cells of a model after its name."""
     settings, layout = model.settings, model.layout
     width = item.plan.lengths.prompt + item.plan.lengths.response
     tokens = "-" if model.rollout is not None else str(settings.micro_batch_tokens)
     decoded = str(settings.generate_tokens // width) if _generates(model, item) else "-"
     recompute = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
     split = (*(str(getattr(layout, degree)) for degree in degrees), zero_text(model))
-    return (model.name, ranks_text(model.ranks), *split, tokens, decoded, recompute)
+    return (ranks_text(model.ranks), *split, tokens, decoded, recompute)
 
 
 def _generates(model: PlacedModel, item: FeasibleCandidate) -> bool:
