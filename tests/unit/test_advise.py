@@ -494,10 +494,12 @@ def test_rules_that_apply_are_named_with_their_reason(advice: Advice, report: st
     assert "fits one node" in rules["interleave what fits a node"].evidence
     assert "co-locate small clusters" in rules
     ruled = next(item for item in advice.feasible if item.candidate.method == "guideline")
-    for item in (advice.best, ruled):
-        for each in judged(item.simulation):
+    for pair in zip(judged(advice.best.simulation), judged(ruled.simulation), strict=True):
+        for each in pair:
             if each.state != "not applicable" and each.rule.source == "FlexRLHF":
-                assert any(each.evidence in line.partition(f"  {each.state}  ")[2] for line in report.splitlines())
+                line = next(line for line in report.splitlines() if each.evidence in line)
+                mark = "both  " if len({verdict.state for verdict in pair}) == 1 else ""
+                assert f"{mark}{each.state}  " in line.partition(each.evidence)[0]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def _rules(advice: Advice) -> Iterator[str]:
         title = f"{name} ({verdict.rule.source})"
         for state, alike in marks.items():
             figures = dict.fromkeys(evidence[mark] for mark in alike)
-            rows.append((title, alike[0], state, "; > ".join(figures)))
+            rows.append((title, "both" if len(alike) > 1 else alike[0], state, "; > ".join(figures)))
             title = ""
     yield from table(rows, "<<<<")
     if idle:
