@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import OperatorPlacement, PlacementMap
 from flexrlhf.config.spec import RolloutSpec, Spec
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.errors import SettingError, UserError, nearest
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.place import Degrees, check_classes, make_layout, on_devices, sharded_as_set
@@ -160,19 +160,21 @@ def _check_rollout(operator: PlacedOperator, entry: OperatorPlacement, spec: Spe
     """Raise UserError for settings of an operator that its rollout engine does not have."""
     rollout, section = spec.rollout, f"placement.operators.{operator.name}"
     if rollout.is_hybrid:
-        raise UserError(
-            f"rollout.engine: {rollout.engine} generates on the ranks that train the {operator.role}, and {section} "
-            f"has a place for generation; use transformers, and give tp there"
+        raise SettingError.of(
+            "rollout",
+            "engine",
+            f"{rollout.engine} generates on the ranks that train the {operator.role}, and {section} has a place for "
+            f"generation; use transformers, and give tp there",
         )
     if entry.engine not in (None, rollout.engine):
-        raise UserError(
-            f"{section}.engine: {entry.engine} contradicts rollout.engine {rollout.engine}; remove one of them"
+        raise SettingError.of(
+            section, "engine", f"{entry.engine} contradicts rollout.engine {rollout.engine}; remove one of them"
         )
     reasons = dict.fromkeys(("zero", "shard"), f"{rollout.engine} is sharded by tp and pp alone")
     reasons["micro_batch_tokens"] = f"{rollout.engine} composes its passes itself"
     for name, reason in reasons.items():
         if getattr(entry, name) is not None:
-            raise UserError(f"{section}.{name}: {reason}, found {getattr(entry, name)}; remove it")
+            raise SettingError.of(section, name, f"{reason}, found {getattr(entry, name)}; remove it")
 
 
 def _check_shadows(
