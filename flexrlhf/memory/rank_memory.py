@@ -136,6 +136,16 @@ def _starting(states: Mapping[ModelName, State | None], start: Start) -> tuple[P
     return tuple(max(phases, key=lambda phase: phase.total) for phases in (load, resume) if phases)
 
 
+def most_loading_bytes(states: Mapping[ModelName, State | None], start: Start) -> int:
+    """Return the most bytes on the device while models are loaded, in the order that needs most."""
+    known = {name: states[name] or State(0) for name in start.loaded}
+    lasting = {
+        name: state.resting - state.freed if name in start.away else state.loaded for name, state in known.items()
+    }
+    own = (state.loaded + state.at_load - lasting[name] for name, state in known.items())
+    return sum(lasting.values()) + max(own, default=0)
+
+
 def _lasting_host_bytes(sizing: Sizing, rank: int, works: Iterable[Work]) -> int:
     """Return the host memory that exists in every phase: a copy for a checkpoint until its files are written, and that
     of each model's offloaded activations, which is kept for the next pass."""

@@ -30,11 +30,15 @@ def _sized_cache(plan: Plan) -> PlacedModel | None:
     return None if "generate_tokens" in plan.model(model.role).model_fields_set else model
 
 
-def with_residency(bare: Plan) -> Plan:
-    """Return ``bare`` with Offload and Reload, and the cache of its rollout engine as large as memory leaves."""
-    unsized, model = bare.with_residency(), _sized_cache(bare)
+def with_residency(bare: Plan, only: int | None = None) -> Plan:
+    """Return ``bare`` with Offload and Reload, and the cache of its rollout engine as large as memory leaves.
+
+    ``only``: the rank whose memory is wanted. A cache is as large as all of its ranks have room for.
+    """
+    model = _sized_cache(bare)
     if model is None:
-        return unsized
+        return bare.with_residency(only)
+    unsized = bare.with_residency()
     plan = unsized
     if not _fits(plan):
         plan = _with_tokens(bare, padded_row(bare.spec)).with_residency()

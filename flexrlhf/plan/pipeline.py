@@ -138,11 +138,16 @@ def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacl
 
 
 def plan_on(
-    resolved: ResolvedSpec, placement: Placement, shapes: dict[str, ModelShape], known: Sizing | None = None
+    resolved: ResolvedSpec,
+    placement: Placement,
+    shapes: dict[str, ModelShape],
+    known: Sizing | None = None,
+    only: int | None = None,
 ) -> Plan:
     """Return the plan of ``resolved`` under ``placement``. Raises UserError if strategy or engines refuse it.
 
     ``known``: sizes of another plan, of which those of models that are the same are taken over.
+    ``only``: the rank whose memory is wanted.
     """
     spec = resolved.spec
     strategy = choose_strategy(spec, placement)
@@ -169,7 +174,7 @@ def plan_on(
     )
     if known is not None:
         plan.sizing.take_over(known)
-    return with_residency(plan)
+    return with_residency(plan, only)
 
 
 def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> Plan:

@@ -12,7 +12,7 @@ from pathlib import Path
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.memory.budget import SequenceLengths, Sizing
-from flexrlhf.memory.rank_memory import RankMemory, Start, rank_memory
+from flexrlhf.memory.rank_memory import RankMemory, Start, most_loading_bytes, rank_memory
 from flexrlhf.memory.rollout_bytes import vllm_communicators
 from flexrlhf.memory.states import State
 from flexrlhf.operators.columns import Lengths
@@ -64,8 +64,11 @@ class Plan:
     choice: str = ""
     cache: str = ""
 
-    def with_residency(self) -> Plan:
-        """Return this plan with Offload and Reload where models fit a device one after the other, but not together."""
+    def with_residency(self, only: int | None = None) -> Plan:
+        """Return this plan with Offload and Reload where models fit a device one after the other, but not together.
+
+        ``only``: the rank whose memory is wanted; models of others stay on their devices.
+        """
         memory = DeviceMemory(
             self.sizing,
             self.cluster,
@@ -74,7 +77,7 @@ class Plan:
             self.row_bytes_in_flight,
             self.spec.debug.prefetched_reloads,
         )
-        instructions, offloaded = with_residency(self.schedule.instructions, memory)
+        instructions, offloaded = with_residency(self.schedule.instructions, memory, only)
         plan = replace(self, schedule=replace(self.schedule, instructions=instructions), offloaded=offloaded)
         # it depends on no instruction, and has computed most of the new plan's phases
         vars(plan)["sizing"] = self.sizing
@@ -236,6 +239,12 @@ class Plan:
         """
         work = workload(self.schedule.for_rank(rank), self.placement, batch, rank)
         return rank_memory(sizing or self.sizing, rank, work, self._start(rank), in_flight)
+
+    def most_loading_bytes(self, rank: int) -> int:
+        """Return the most bytes on ``rank`` while models are loaded, in whatever order; 0 if it offloads none."""
+        start = self._start(rank)
+        states = {model.name: self.sizing.state(model, rank) for model in self.placement.on_rank(rank)}
+        return 0 if start is None else most_loading_bytes(states, start)
 
     def row_bytes_in_flight(self, rank: int) -> int:
         """Return the bytes on ``rank`` of the rows of earlier steps than the newest, which it keeps.

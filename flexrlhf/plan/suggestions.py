@@ -140,9 +140,14 @@ class _Trials:
 
     def _peak(self, changes: Changes) -> int | None:
         try:
-            return replanned(self._plan, self._graph, changes).memory(self._rank).peak_bytes
+            changed = replanned(self._plan, self._graph, changes, self._rank)
+            peak = changed.memory(self._rank).peak_bytes
+            # which model is loaded first depends on the ones that start in host memory on other ranks
+            if changed.most_loading_bytes(self._rank) > peak:
+                peak = replanned(self._plan, self._graph, changes).memory(self._rank).peak_bytes
         except UserError:
             return None
+        return peak
 
 
 def _combined(trials: _Trials, found: Iterable[MemorySuggestion], most: int) -> list[MemorySuggestion]:
@@ -202,8 +207,11 @@ def _remedy(suggestions: list[MemorySuggestion]) -> str:
     return f"{best.change} frees {bytes_text(best.freed)}, {enough}{numbers}"
 
 
-def replanned(plan: Plan, graph: Graph, changes: Changes) -> Plan:
-    """Return ``plan`` with ``changes``. ``graph``: of the algorithm, which they leave as it is.
+def replanned(plan: Plan, graph: Graph, changes: Changes, only: int | None = None) -> Plan:
+    """Return ``plan`` with ``changes``.
+
+    ``graph``: of the algorithm, which they leave as it is.
+    ``only``: the rank whose memory is wanted.
 
     Raises UserError if engines or devices do not allow them.
     """
@@ -213,7 +221,7 @@ def replanned(plan: Plan, graph: Graph, changes: Changes) -> Plan:
             role = change.setting.split(".")[1]
             shapes[role] = with_adapters(role, shapes[role], change.value)
     resolved = ResolvedSpec(changed_spec(unsized_spec(plan), changes), graph, plan.cluster)
-    return plan_on(resolved, resolved.place(), shapes, plan.sizing)
+    return plan_on(resolved, resolved.place(), shapes, plan.sizing, only)
 
 
 def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:

@@ -257,13 +257,18 @@ def sleepers(placement: Placement) -> frozenset[ModelName]:
 
 
 def with_residency(
-    instructions: Sequence[Instruction], memory: DeviceMemory
+    instructions: Sequence[Instruction], memory: DeviceMemory, only: int | None = None
 ) -> tuple[tuple[Instruction, ...], dict[int, tuple[ModelName, ...]]]:
-    """Return ``instructions`` with the evictions that every rank needs, and by rank the models that start offloaded."""
+    """Return ``instructions`` with the evictions that every rank needs, and by rank the models that start offloaded.
+
+    only:  the rank whose evictions are wanted; those of others are left out.
+    """
     walks: dict[int, _Walk] = {}
     walked: dict[object, _Walk] = {}
     late = stored_late(instructions)
     alike = first_alike(instructions, memory.sizing.placement, memory.batch, memory.cluster)
+    if only is not None:
+        alike = {only: alike[only]}
     for rank in sorted(set(alike.values())):
         names = tuple(model.name for model in memory.sizing.placement.on_rank(rank))
         capacity = memory.capacity(rank)

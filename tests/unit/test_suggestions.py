@@ -9,10 +9,12 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf.errors import UserError
+from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.changes import SettingChange, changed_spec
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.plan.suggestions import MemorySuggestion, check_fits, memory_suggestions, tightest_rank
+from flexrlhf.plan.suggestions import MemorySuggestion, check_fits, memory_suggestions, replanned, tightest_rank
+from flexrlhf.strategies.instructions import Offload
 
 ACTOR = (
     "{model_type: llama, hidden_size: 2048, intermediate_size: 5504, num_hidden_layers: 16, num_attention_heads: 16}"
@@ -148,6 +150,20 @@ def test_changes_are_tried_once_for_all_reports_of_a_plan() -> None:
     plan.tried_peaks.update({key: peak and peak - 10**6 for key, peak in plan.tried_peaks.items()})
     again = {each.change: each.freed for each in memory_suggestions(plan, 0)}
     assert all(again[each.change] == each.freed + 10**6 for each in first)
+
+
+def test_a_trial_evicts_models_of_its_rank_alone() -> None:
+    plan = large([1, 1, 0.5, 0.5], 4, "cluster.memory_gb=24")
+    graph, change = make_graph(plan.spec), (SettingChange("models.actor.activation_checkpointing", True),)
+    whole = replanned(plan, graph, change)
+    for rank in range(4):
+        alone = replanned(plan, graph, change, rank)
+        evicted = [
+            {each for item in made.schedule.instructions if isinstance(item, Offload) for each in item.ranks}
+            for made in (alone, whole)
+        ]
+        assert evicted == [{rank} & {0, 1}, {0, 1}]
+        assert alone.memory(rank).peak_bytes == whole.memory(rank).peak_bytes
 
 
 def test_128_alike_ranks_are_sized_once() -> None:
