@@ -33,15 +33,18 @@ def _sized_cache(plan: Plan) -> PlacedModel | None:
 def with_residency(bare: Plan, only: int | None = None) -> Plan:
     """Return ``bare`` with Offload and Reload, and the cache of its rollout engine as large as memory leaves.
 
-    ``only``: the rank whose memory is wanted. A cache is as large as all of its ranks have room for.
+    ``only``: the rank whose memory is wanted. If that lacks no memory, all ranks of a cache limit its size.
     """
     model = _sized_cache(bare)
     if model is None:
         return bare.with_residency(only)
+    least = _with_tokens(bare, padded_row(bare.spec))
+    if only is not None and not any(_fits(each.with_residency(only), only) for each in (bare, least)):
+        return bare.with_residency(only)
     unsized = bare.with_residency()
     plan = unsized
     if not _fits(plan):
-        plan = _with_tokens(bare, padded_row(bare.spec)).with_residency()
+        plan = least.with_residency()
         if not _fits(plan):
             return unsized
     plan = _with_tokens(plan, _most_tokens(plan, model))
@@ -58,8 +61,10 @@ def unsized_spec(plan: Plan) -> Spec:
     return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"kv_tokens": None})})
 
 
-def _fits(plan: Plan) -> bool:
-    return all(each.peak_bytes <= (plan.device_bytes(each.rank) or each.peak_bytes) for each in plan.memories)
+def _fits(plan: Plan, only: int | None = None) -> bool:
+    """Whether all ranks have the memory that they need, or the rank ``only``."""
+    memories = plan.memories if only is None else (plan.memory(only),)
+    return all(each.peak_bytes <= (plan.device_bytes(each.rank) or each.peak_bytes) for each in memories)
 
 
 def _with_tokens(plan: Plan, tokens: int) -> Plan:

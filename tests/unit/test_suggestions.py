@@ -152,8 +152,13 @@ def test_changes_are_tried_once_for_all_reports_of_a_plan() -> None:
     assert all(again[each.change] == each.freed + 10**6 for each in first)
 
 
-def test_a_trial_evicts_models_of_its_rank_alone() -> None:
-    plan = large([1, 1, 0.5, 0.5], 4, "cluster.memory_gb=24")
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [(("cluster.memory_gb=24",), {0, 1}), (("cluster.memory_gb=16", "rollout.engine=vllm"), {0, 1, 2, 3})],
+    ids=["fits", "cache-without-room"],
+)
+def test_a_trial_evicts_models_of_its_rank_alone(overrides: tuple[str, ...], ranks: set[int]) -> None:
+    plan = large([1, 1, 0.5, 0.5], 4, *overrides)
     graph, change = make_graph(plan.spec), (SettingChange("models.actor.activation_checkpointing", True),)
     whole = replanned(plan, graph, change)
     for rank in range(4):
@@ -162,7 +167,7 @@ def test_a_trial_evicts_models_of_its_rank_alone() -> None:
             {each for item in made.schedule.instructions if isinstance(item, Offload) for each in item.ranks}
             for made in (alone, whole)
         ]
-        assert evicted == [{rank} & {0, 1}, {0, 1}]
+        assert evicted == [{rank} & ranks, ranks]
         assert alone.memory(rank).peak_bytes == whole.memory(rank).peak_bytes
 
 
