@@ -93,6 +93,10 @@ class Blocks:
     cp: int = 1
     is_ring: bool = False
 
+    def __hash__(self) -> int:
+        # of a few fields: they are keys of tables
+        return hash((self.tp, self.pp, self.stage, self.tiled, self.offloads, self.cp))
+
     @property
     def layers(self) -> int:
         """Layers of the stage."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.model_settings import Head
 from flexrlhf.config.output_settings import SaveSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.activations import Blocks, larger
@@ -183,14 +184,22 @@ class Sizing:
 
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the state of ``model`` on ``rank``; None before an unknown architecture is loaded."""
-        shape, reuse = self.shapes.get(model.role), self.reuse(model, rank)
+        reuse = self.reuse(model, rank)
         key = model.name, position_of(model, rank), None if reuse is None else id(reuse)
         if key not in self._states:
-            state = None if shape is None else model_state(model, shape, rank)
-            if state is not None and shape is not None and self.on_gpus and model.has_cache:
-                state = on_gpu(state, model, shape, self.texts.rows_decoded(model, None))
+            state = self.own_state(model, rank)
             self._states[key] = state if state is None or reuse is None else _reusing(state, model, reuse)
         return self._states[key]
+
+    def own_state(self, model: PlacedModel, rank: int) -> State | None:
+        """Return the state of a model that stores all of its weights by itself, wherever other models are."""
+        shape = self.shapes.get(model.role)
+        if shape is None:
+            return None
+        state = model_state(model, shape, rank)
+        if self.on_gpus and model.has_cache:
+            return on_gpu(state, model, shape, self.texts.rows_decoded(model, None))
+        return state
 
     def reuse(self, model: PlacedModel, rank: int) -> Reuse | None:
         """Return the weights of a copy on ``rank`` that are stored once; None if it stores all by itself."""
@@ -271,7 +280,7 @@ class Sizing:
     def _phases_of(self, work: Work, rank: int) -> tuple[Phase, ...]:
         match work:
             case Compute():
-                return self._compute(work, self.placement[work.model], rank)
+                return self.call_phases(work, self.placement[work.model], rank)
             case WeightSync():
                 source, destination = self.placement[work.source], self.placement[work.destination]
                 parts: NamedBytes = {"buckets": None}
@@ -307,7 +316,8 @@ class Sizing:
         models = self.placement.on_rank(rank)
         return [(model, self.shapes[model.role]) for model in models if model.role in self.shapes]
 
-    def _compute(self, work: Compute, model: PlacedModel, rank: int) -> tuple[Phase, ...]:
+    def call_phases(self, work: Compute, model: PlacedModel, rank: int) -> tuple[Phase, ...]:
+        """Return the ``phases`` of a call of ``model``, wherever other models are."""
         shape = self.shapes.get(model.role)
         if shape is None:
             return (Phase(work.kind, work.model, {"activations": None}),)
@@ -356,30 +366,9 @@ class Sizing:
             # a stage of vLLM keeps a place for hidden states that it receives
             received = {"between stages": blocks.received_bytes(most)} if blocks.stage else {}
             return {**blocks.paged_decode_bytes(rows, step), **received}
-        size, train = self.pass_size(model, work), work.kind == "train"
-        size = size.of_part(model.layout.cp)
-        # a stage begins as many micro-batches as there are stages from it on before the first one returns
-        in_flight = size.in_flight(blocks.pp - blocks.stage, work.texts)
-        between = blocks.stage_bytes(size.tokens, in_flight if train else 0)
-        stages: dict[str, int | None] = {"between stages": between} if between else {}
-        logits = 0
-        if model.head != "scalar" and blocks.is_last:
-            # a head that may do more than multiply gives all logits at once, from the shortest prompt on
-            is_ours = shape.sizes.family in KNOWN_FAMILIES
-            chunk = 4 * settings.logits_at_a_time if is_ours else sys.maxsize
-            logits = blocks.head_bytes(size.responses if is_ours else size.tokens, chunk, train)
-        if not train:
-            activations = blocks.forward_bytes(size.tokens, size.width, size.packed, size.masks)
-            return {**larger(activations=activations, logits=logits), **stages}
-        if model.head == "both":
-            logits += blocks.value_bytes(size.tokens)
-        recompute = settings.activation_checkpointing
-        activations = blocks.train_bytes(size.tokens, size.width, recompute, size.packed, in_flight, size.masks)
-        # logits are freed before a layer computes its gradients
-        logits = max(
-            0, logits - blocks.backward_bytes(size.tokens, 0 if size.packed else size.width, recompute, size.masks)
-        )
-        return {"activations": activations, **({"logits": logits} if logits else {}), **stages}
+        size, train = self.pass_size(model, work).of_part(model.layout.cp), work.kind == "train"
+        recompute, chunk = settings.activation_checkpointing, 4 * settings.logits_at_a_time
+        return _passes_parts(blocks, size, train, work.texts, model.head, recompute, chunk)
 
     def _save(self, work: Saving, model: PlacedModel, rank: int) -> Phase:
         shape = self.shapes.get(model.role)
@@ -397,6 +386,38 @@ class Sizing:
             if shape is not None and rank in model.ranks:
                 sizes.append(copied_bytes(model, shape, rank))
         return Phase("checkpoint", ", ".join(work.models), {}, host=sum(sizes))
+
+
+@lru_cache(maxsize=16384)
+def _passes_parts(
+    blocks: Blocks, size: PassSize, train: bool, texts: int, head: Head, recompute: bool, chunk: int
+) -> NamedBytes:
+    """Return the bytes of activations and logits of passes, and of tensors between pipeline stages.
+
+    texts:      sequences of a row, each in passes of its own.
+    recompute:  whether activations are checkpointed.
+    chunk:      bytes of the logits that our heads compute at a time.
+    """
+    # a stage begins as many micro-batches as there are stages from it on before the first one returns
+    in_flight = size.in_flight(blocks.pp - blocks.stage, texts)
+    between = blocks.stage_bytes(size.tokens, in_flight if train else 0)
+    stages: dict[str, int | None] = {"between stages": between} if between else {}
+    logits = 0
+    if head != "scalar" and blocks.is_last:
+        # a head that may do more than multiply gives all logits at once, from the shortest prompt on
+        is_ours = blocks.sizes.family in KNOWN_FAMILIES
+        logits = blocks.head_bytes(size.responses if is_ours else size.tokens, chunk if is_ours else sys.maxsize, train)
+    if not train:
+        activations = blocks.forward_bytes(size.tokens, size.width, size.packed, size.masks)
+        return {**larger(activations=activations, logits=logits), **stages}
+    if head == "both":
+        logits += blocks.value_bytes(size.tokens)
+    activations = blocks.train_bytes(size.tokens, size.width, recompute, size.packed, in_flight, size.masks)
+    # logits are freed before a layer computes its gradients
+    logits = max(
+        0, logits - blocks.backward_bytes(size.tokens, 0 if size.packed else size.width, recompute, size.masks)
+    )
+    return {"activations": activations, **({"logits": logits} if logits else {}), **stages}
 
 
 def _reusing(state: State, copy: PlacedModel, reuse: Reuse) -> State:

@@ -310,6 +310,8 @@ class PassSize:
 
     def of_part(self, cp: int) -> PassSize:
         """Return the size on one of ``cp`` ranks that share the tokens of every row."""
+        if cp == 1:
+            return self
         tokens = -(-self.tokens // cp)
         total = None if self.total is None else -(-self.total // cp)
         return replace(self, tokens=tokens, responses=min(self.responses, tokens), total=total)

@@ -191,7 +191,8 @@ class Units:
 def all_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
     """Return the units of all parameters of the stage on ``rank``."""
     parameters = _stage(model, shape, rank).parameters
-    return replace(_units(model, parameters, rank), turned=_turned(model, parameters, rank))
+    units, turned = _units(model, parameters, rank), _turned(model, parameters, rank)
+    return replace(units, turned=turned) if turned else units
 
 
 def trained_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
@@ -205,30 +206,27 @@ def _stage(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
 
 def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
     """Return units from a cache: they depend on few settings, and plans need them for many models that share these."""
-    tp, ep = model.layout.tp, model.layout.ep
-    layout = Layout(tuple(range(tp * ep)), tp, ep=ep)
-    bare = PlacedModel(
-        ModelName(model.role),
-        layout,
-        trained=False,
-        settings=_PLAIN_SETTINGS[model.engine],
-        rollout=model.rollout,
-        head=model.head,
-    )
+    layout, is_scalar = model.layout, model.head == "scalar"
     if model.facts.fused_layers:
         parameters = with_fused_layers(parameters)
-    return _units_of(bare, parameters, model.layout.tp_index(rank))
+    return _units_of(model.engine, layout.tp, layout.ep, is_scalar, parameters, layout.tp_index(rank))
 
 
 def _turned(model: PlacedModel, parameters: Parameters, rank: int) -> int:
     """Return the elements of ``Units.turned``."""
     shards = model.num_shards // model.layout.ep
-    if model.split != "rows" or shards == 1:
+    experts = () if model.split != "rows" or shards == 1 else _experts(parameters)
+    if not experts:
         return 0
-    experts = tuple(item for item in _root_and_layer(parameters)[1] if is_of_experts(item[0]))
     gathered = parts_of(as_gathered(model), experts, rank)
     sizes = {name: tuple(map(len, part.box)) for name, part in gathered.items()}
     return sum(math.prod(size) for name, size in sizes.items() if fsdp_dim(name, size, shards))
+
+
+@lru_cache(maxsize=256)
+def _experts(parameters: Parameters) -> Parameters:
+    """Return the parameters of the experts of the largest layer."""
+    return tuple(item for item in _root_and_layer(parameters)[1] if is_of_experts(item[0]))
 
 
 _PLAIN_SETTINGS = {name: ModelSpec(engine=name) for name in ENGINES}
@@ -245,10 +243,12 @@ def with_fused_layers(parameters: Parameters) -> Parameters:
     return HashedParameters(sorted(fused.items()))
 
 
-@lru_cache(maxsize=256)
-def _units_of(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
+@lru_cache(maxsize=1024)
+def _units_of(engine: str, tp: int, ep: int, is_scalar: bool, parameters: Parameters, rank: int) -> Units:
+    layout = Layout(tuple(range(tp * ep)), tp, ep=ep)
+    model = PlacedModel(ModelName(""), layout, trained=False, settings=_PLAIN_SETTINGS[engine])
     root, layer = _root_and_layer(parameters)
-    head = _head(parameters) if model.head != "scalar" else ()
+    head = () if is_scalar else _head(parameters)
     mlp = tuple(item for item in layer if ".mlp." in item[0])
     total, outside, largest_layer, head_elements, mlp_elements = (
         sliced_elements(model, part, rank) for part in (parameters, root, layer, head, mlp)

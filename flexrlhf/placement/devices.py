@@ -63,6 +63,10 @@ class DeviceClass:
     attention: float = 0.5
     relative_speed: float = 1.0
 
+    def __hash__(self) -> int:
+        # of one field: classes are keys of many tables
+        return hash(self.name)
+
     @property
     def bf16(self) -> bool:
         """Whether it computes in bfloat16."""

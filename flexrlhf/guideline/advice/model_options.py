@@ -5,7 +5,7 @@ Bytes are those that ``memory.budget`` counts for a plan, so ``flexrlhf plan`` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import product
@@ -18,16 +18,16 @@ from flexrlhf.config.spec import RolloutSpec, ScheduleSpec, Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.sketch import PlacedCall, PlacedCallKind, SearchModel, Sketch
-from flexrlhf.guideline.costs.cost_model import CostModel, Links, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.links import MeshSide
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost
 from flexrlhf.guideline.simulation.pricing import is_ring, side_of
-from flexrlhf.memory.budget import Compute, Saving, SequenceLengths, Sizing
+from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.packed_rows import decodes_in_slots
 from flexrlhf.memory.states import State
-from flexrlhf.memory.transfer_bytes import UNDER_WAY, sync_parts
+from flexrlhf.memory.transfer_bytes import UNDER_WAY, saved_model, saving_parts, sync_parts
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.cluster import Cluster, Device, make_cluster
 from flexrlhf.placement.devices import DeviceClass
@@ -92,21 +92,73 @@ class UniformMesh:
 
 
 @dataclass(frozen=True)
-class _Figures:
-    """A model on a mesh with some settings, wherever it is between its calls.
+class _ShardedModel:
+    """A model on a mesh with a layout and a ZeRO stage, whatever its passes are.
 
-    placed:   the model
-    state:    bytes of the stage that stores most
-    seconds:  time of each call
-    most:     most bytes that a call needs in addition to the resting ones
-    side:     its layout
+    placed:  the model
+    key:     all that its state depends on
+    stages:  state of each pipeline stage
+    side:    its layout
     """
 
     placed: PlacedModel
-    state: State
+    key: object
+    stages: tuple[State, ...]
+    side: MeshSide
+
+    @cached_property
+    def state(self) -> State:
+        """State of the stage that stores most."""
+        return max(self.stages, key=lambda state: state.resting)
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """A model with some settings, wherever it is between its calls.
+
+    settings: the settings
+    seconds:  time of each call
+    most:     most bytes that a call needs in addition to the resting ones
+    """
+
+    settings: ModelSpec
     seconds: tuple[float, ...]
     most: int
-    side: MeshSide
+
+
+@dataclass(frozen=True, eq=False)
+class _CallFigures:
+    """Time and bytes of a call by the settings of its passes.
+
+    kind:   kind of work
+    price:  computes its time
+    size:   computes its bytes in addition to the resting ones
+    times:  times computed so far, by the settings that they depend on
+    sizes:  bytes computed so far
+    """
+
+    kind: PlacedCallKind
+    price: Callable[[ModelSpec], float]
+    size: Callable[[ModelSpec], int]
+    times: dict[object, float] = field(default_factory=dict)
+    sizes: dict[object, int] = field(default_factory=dict)
+
+    def seconds(self, settings: ModelSpec) -> float:
+        key = _relevant_settings(self.kind, settings)
+        found = self.times.get(key)
+        if found is None:
+            found = self.times[key] = self.price(settings)
+        return found
+
+    def most_bytes(self, settings: ModelSpec) -> int:
+        key = _relevant_settings(self.kind, settings)
+        if self.kind == "generate":
+            # slots read prompts in passes
+            key = *key, settings.micro_batch_tokens
+        found = self.sizes.get(key)
+        if found is None:
+            found = self.sizes[key] = self.size(settings)
+        return found
 
 
 @dataclass(frozen=True)
@@ -140,7 +192,7 @@ class OptionEnumerator:
     maker: CallMaker
     refusals: dict[str, str] = field(default_factory=dict, compare=False)
     _options: dict[object, tuple[Option, ...]] = field(default_factory=dict)
-    _all_figures: dict[object, tuple[_Figures, ...]] = field(default_factory=dict)
+    _all_figures: dict[object, tuple[tuple[_ShardedModel, tuple[_Figures, ...]], ...]] = field(default_factory=dict)
     _cache: dict[object, Any] = field(default_factory=dict)
     _sketches: list[Sketch] = field(default_factory=list)
 
@@ -175,7 +227,9 @@ class OptionEnumerator:
         if (model, mesh) not in self._options:
             # where a model is between its calls changes no time of these
             figures = self._figures(replace(model, switches=(), is_apart=False), mesh)
-            self._options[model, mesh] = tuple(self._option(model, mesh, each) for each in figures)
+            self._options[model, mesh] = tuple(
+                option for sharded, each in figures for option in self._options_of(model, mesh, sharded, each)
+            )
         return self._options[model, mesh]
 
     def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
@@ -184,7 +238,9 @@ class OptionEnumerator:
         return self.cached(("option", model, mesh, *chosen), partial(self._option_with, model, mesh, settings))
 
     def _option_with(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
-        return self._option(model, mesh, self._figures_of(model, mesh, self._placed_with(model, mesh, settings)))
+        sharded, figures = self._figures_of(model, mesh, self._placed_with(model, mesh, settings), [settings])
+        (option,) = self._options_of(model, mesh, sharded, figures)
+        return option
 
     def _placed_with(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> PlacedModel:
         """Place the model with ``settings``."""
@@ -194,9 +250,11 @@ class OptionEnumerator:
 
     def faster(self, model: SearchModel, mesh: UniformMesh, chosen: ModelSpec, most: float) -> Iterator[ModelSpec]:
         """Yield the settings of ``between`` whose calls take less than ``most`` seconds."""
+        calls: list[_CallFigures] = []
         for settings in self.between(model, mesh, chosen):
-            calls = self._calls(model, mesh, self._placed_with(model, mesh, settings))
-            if sum(seconds for _, seconds, _ in calls) < most:
+            if model.is_rollout or not calls:
+                calls = [*self._calls(model, mesh, self._sharded(self._placed_with(model, mesh, settings), mesh))]
+            if sum(call.seconds(settings) for call in calls) < most:
                 yield settings
 
     def between(self, model: SearchModel, mesh: UniformMesh, chosen: ModelSpec) -> Iterator[ModelSpec]:
@@ -210,7 +268,7 @@ class OptionEnumerator:
             return
         layout, fixed, texts = _layout_of(mesh, chosen), self._fixed(model), self.spec.data
         row = texts.max_prompt_tokens + texts.max_response_tokens
-        rows = _spread(max(self._row_counts(layout, (1,))))
+        rows = _spread(max(1, self._most_rows(layout)))
         passes = [row * number for number in rows] if "micro_batch_tokens" not in fixed else [chosen.micro_batch_tokens]
         recomputes = {chosen.activation_checkpointing}
         if model.trained and "activation_checkpointing" not in fixed and not chosen.offload_activations:
@@ -223,28 +281,46 @@ class OptionEnumerator:
     def _caches(self, model: SearchModel, mesh: UniformMesh) -> Iterator[ModelSpec]:
         """Yield the settings of a rollout engine with room for any number of rows, in each of its splits."""
         figures = self._figures(replace(model, switches=(), is_apart=False), mesh)
-        splits = {(each.placed.settings.tp, each.placed.settings.pp): each.placed.settings for each in figures}
+        found = (sharded.placed.settings for sharded, _ in figures)
+        splits = {(settings.tp, settings.pp): settings for settings in found}
         for settings in splits.values():
-            row, most = padded_row(self.spec), max(self._row_counts(_layout_of(mesh, settings), (1,)))
+            row, most = padded_row(self.spec), max(1, self._most_rows(_layout_of(mesh, settings)))
             yield from (settings.model_copy(update={"generate_tokens": row * number}) for number in _spread(most))
 
-    def _figures(self, model: SearchModel, mesh: UniformMesh) -> tuple[_Figures, ...]:
-        """Return the figures of the model with each of its settings."""
+    def _figures(self, model: SearchModel, mesh: UniformMesh) -> tuple[tuple[_ShardedModel, tuple[_Figures, ...]], ...]:
+        """Return the figures of the model with each of its settings, by layout and ZeRO stage."""
         if (model, mesh) not in self._all_figures:
             self._all_figures[model, mesh] = tuple(
-                self._figures_of(model, mesh, placed) for placed in self._placed(model, mesh)
+                self._figures_of(model, mesh, placed, settings) for placed, settings in self._placed(model, mesh)
             )
         return self._all_figures[model, mesh]
 
-    def _figures_of(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> _Figures:
-        key = self._state_key(placed, mesh)
-        state, calls = self._state(placed, key), list(self._calls(model, mesh, placed))
-        seconds, most = tuple(seconds for _, seconds, _ in calls), max(size() for _, _, size in calls)
-        side = self.cached(("side", key), lambda: side_of(placed, mesh.per_node))
-        return _Figures(placed, state, seconds, most, side)
+    def _figures_of(
+        self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel, settings: Sequence[ModelSpec]
+    ) -> tuple[_ShardedModel, tuple[_Figures, ...]]:
+        sharded = self._sharded(placed, mesh)
+        calls = list(self._calls(model, mesh, sharded))
+        return sharded, tuple(
+            _Figures(each, tuple(call.seconds(each) for call in calls), max(call.most_bytes(each) for call in calls))
+            for each in settings
+        )
 
-    def _placed(self, model: SearchModel, mesh: UniformMesh) -> Iterator[PlacedModel]:
-        """Place the model on the first devices, once with each of its settings."""
+    def _sharded(self, placed: PlacedModel, mesh: UniformMesh) -> _ShardedModel:
+        key = self._state_key(placed, mesh)
+        stages = self.cached(("stages", key), lambda: tuple(self._states(placed)))
+        side = self.cached(("side", key), lambda: side_of(placed, mesh.per_node))
+        return _ShardedModel(placed, key, stages, side)
+
+    def _states(self, placed: PlacedModel) -> Iterator[State]:
+        """Yield the state of each pipeline stage."""
+        for rank in placed.layout.pp_set(0):
+            state = self._sizing.own_state(placed, rank)
+            assert state is not None, "shapes are known"
+            yield state
+
+    def _placed(self, model: SearchModel, mesh: UniformMesh) -> Iterator[tuple[PlacedModel, Sequence[ModelSpec]]]:
+        """Place the model on the first devices, once with each layout and ZeRO stage; with the settings of its
+        passes."""
         placed = list(self._laid_out(model, mesh))
         # replicas without a row only where there is no other way
         most = max(self.batch.num_prompts, min((each.layout.dp for each in placed), default=0))
@@ -254,26 +330,38 @@ class OptionEnumerator:
             if each.rollout is not None:
                 rollouts = self._rollouts(self._base(model, mesh), each.layout, each.rollout)
                 caches = [replace(each, settings=settings) for settings in rollouts]
-                yield from (cache for cache in caches if cache is caches[0] or self._may_fit(cache, mesh))
+                yield from (
+                    (cache, [cache.settings]) for cache in caches if cache is caches[0] or self._may_fit(cache, mesh)
+                )
                 continue
             for change in self._offloads(model):
                 changed = _with(each, change)
                 if self._is_allowed(model, mesh, changed):
                     sized = self._with_batch_sizes if self._may_fit(changed, mesh) else self._leanest
-                    yield from sized(model, mesh, changed)
+                    yield changed, [*sized(model, mesh, changed)]
 
     def _may_fit(self, placed: PlacedModel, mesh: UniformMesh) -> bool:
         """Whether the state of a model fits the largest device."""
-        return self._state(placed, self._state_key(placed, mesh)).resting <= self._most_memory
+        return self._sharded(placed, mesh).state.resting <= self._most_memory
 
-    def _leanest(self, model: SearchModel, mesh: UniformMesh, plain: PlacedModel) -> Iterator[PlacedModel]:
-        """``plain``, which fits no device, with the settings of passes and decoding that need least memory."""
-        tried = (_with(plain, change) for change in self._passes(model, plain))
-        placed = [each for each in tried if self._is_allowed(model, mesh, each)]
-        least = min(each.settings.micro_batch_tokens for each in placed)
+    def _leanest(self, model: SearchModel, mesh: UniformMesh, plain: PlacedModel) -> Iterator[ModelSpec]:
+        """Settings of ``plain``, which fits no device, with the passes and the decoding that need least memory."""
+        tried = self._allowed_passes(model, mesh, plain)
+        least = min(each.micro_batch_tokens for each in tried)
         # those with which passes need less come later
-        leanest = [each for each in placed if each.settings.micro_batch_tokens == least][-1]
-        yield _with(leanest, self._decodes(model, plain)[0])
+        leanest = [each for each in tried if each.micro_batch_tokens == least][-1]
+        yield _changed(leanest, self._decodes(model, plain)[0])
+
+    def _allowed_passes(self, model: SearchModel, mesh: UniformMesh, plain: PlacedModel) -> tuple[ModelSpec, ...]:
+        """Return the settings of ``plain`` with each of ``_passes`` that a plan allows: equal ones on most meshes."""
+        rows = self._pass_rows(plain.layout)
+        key = "passes", model.is_lean, rows, self._allowed_key(model, mesh, plain)
+
+        def made() -> tuple[ModelSpec, ...]:
+            tried = (_with(plain, change) for change in self._passes(model, rows))
+            return tuple(each.settings for each in tried if self._is_allowed(model, mesh, each))
+
+        return self.cached(key, made)
 
     def _base(self, model: SearchModel, mesh: UniformMesh) -> ModelSpec:
         """Return the settings of the model's role on the devices of ``mesh``."""
@@ -299,7 +387,7 @@ class OptionEnumerator:
             stages: dict[int, list[PlacedModel]] = {}
             for zero, shard in product(self._stages(model, base), self._shards(model, mesh, own)):
                 change = {"zero": zero, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "shard": shard}
-                sharded = self._sharded(model, mesh, layout, own.model_copy(update=change))
+                sharded = self._as_set(model, mesh, layout, own.model_copy(update=change))
                 if sharded is not None and self._is_allowed(model, mesh, sharded):
                     stages.setdefault(zero, []).append(sharded)
             # of a single replica no stage shards anything
@@ -335,9 +423,7 @@ class OptionEnumerator:
 
         return self.cached(("layout", mesh.size, mesh.per_node, degrees), made)[0]
 
-    def _sharded(
-        self, model: SearchModel, mesh: UniformMesh, layout: Layout, settings: ModelSpec
-    ) -> PlacedModel | None:
+    def _as_set(self, model: SearchModel, mesh: UniformMesh, layout: Layout, settings: ModelSpec) -> PlacedModel | None:
         """Return the model with its state sharded as set; None if a plan refuses that."""
         try:
             return _on(model, mesh, layout, settings)
@@ -346,10 +432,14 @@ class OptionEnumerator:
 
     def _is_allowed(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> bool:
         """Whether a plan allows the settings of a placed model."""
+        key = self._allowed_key(model, mesh, placed)
+        return self.cached(("allowed", key), lambda: (self._is_checked(model, mesh, placed),))[0]
+
+    def _allowed_key(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> object:
+        """Return all that ``_is_allowed`` depends on."""
         chosen = tuple(getattr(placed.settings, name) for name in _CHOSEN)
         of_model = model.name, model.trained, model.operator, "generate" in model.kinds
-        key = "allowed", of_model, mesh.device.name, placed.split, chosen
-        return self.cached(key, lambda: (self._is_checked(model, mesh, placed),))[0]
+        return of_model, mesh.device.name, placed.split, chosen
 
     def _is_checked(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> bool:
         if model.operator:
@@ -475,43 +565,51 @@ class OptionEnumerator:
 
     def _row_counts(self, layout: Layout, shares: Sequence[int]) -> list[int]:
         """Rows of the fullest replica over each of ``shares``, ascending."""
-        most = max(map(sum, row_patterns(self.batch, layout, self.batch.mini_batches)))
-        return sorted({max(1, most // share) for share in shares})
+        return sorted({max(1, self._most_rows(layout) // share) for share in shares})
 
-    def _with_batch_sizes(self, model: SearchModel, mesh: UniformMesh, plain: PlacedModel) -> Iterator[PlacedModel]:
-        """``plain`` with pairs of batch sizes for passes and for decoding: the fastest that fit into the same bytes.
+    def _most_rows(self, layout: Layout) -> int:
+        """Rows of the fullest replica in a step."""
+        return max(map(sum, row_patterns(self.batch, layout, self.batch.mini_batches)))
+
+    def _with_batch_sizes(self, model: SearchModel, mesh: UniformMesh, plain: PlacedModel) -> Iterator[ModelSpec]:
+        """Settings of ``plain`` with pairs of batch sizes for passes and for decoding: the fastest that fit into the
+        same bytes.
 
         Each call has all memory in addition to the states, so a smaller size than fits is slower for nothing.
         """
-        tried = (_with(plain, change) for change in self._passes(model, plain))
-        passes = [each for each in tried if self._is_allowed(model, mesh, each)]
-        changes = self._decodes(model, plain)
+        passes, changes = self._allowed_passes(model, mesh, plain), self._decodes(model, plain)
         if len(changes) < 2:
-            yield from (_with(placed, change) for placed in passes for change in changes)
+            yield from (_changed(settings, change) for settings in passes for change in changes)
             return
         shape, data = self.shapes[model.role], self.spec.data
         in_slots = decodes_in_slots(plain.settings, shape, data.max_prompt_tokens + data.max_response_tokens)
+        calls = [*self._calls(model, mesh, self._sharded(plain, mesh))]
+        decoding, others = (
+            [call for call in calls if call.kind in kinds] for kinds in (("generate",), ("forward", "train"))
+        )
         of_decodes: dict[int, list[tuple[float, int]]] = {}
         figures: dict[tuple[int, int], tuple[float, int]] = {}
-        for index, placed in enumerate(passes):
+        for index, settings in enumerate(passes):
             # slots read prompts in passes of the same tokens
-            read = placed.settings.micro_batch_tokens if in_slots else 0
+            read = settings.micro_batch_tokens if in_slots else 0
             if read not in of_decodes:
-                tried = (_with(placed, change) for change in changes)
-                of_decodes[read] = [self._total(model, mesh, each, {"generate"}) for each in tried]
-            seconds, size = self._total(model, mesh, placed, {"forward", "train"})
-            for number, (decoding, needed) in enumerate(of_decodes[read]):
-                figures[index, number] = seconds + decoding, max(size, needed)
+                of_decodes[read] = [_total(decoding, _changed(settings, change)) for change in changes]
+            seconds, size = _total(others, settings)
+            for number, (taken, needed) in enumerate(of_decodes[read]):
+                figures[index, number] = seconds + taken, max(size, needed)
         rooms = sorted({size for _, size in figures.values()})
         for index, number in dict.fromkeys(_fastest_within(figures, room) for room in rooms):
-            yield _with(passes[index], changes[number])
+            yield _changed(passes[index], changes[number])
 
-    def _passes(self, model: SearchModel, placed: PlacedModel) -> Iterator[dict[str, object]]:
-        """Settings of passes: tokens of a micro-batch, and activation checkpointing."""
+    def _pass_rows(self, layout: Layout) -> tuple[int, ...]:
+        """Numbers of rows of a micro-batch that are tried, at most those of the fullest replica."""
+        row, most = self.spec.data.max_prompt_tokens + self.spec.data.max_response_tokens, self._most_rows(layout)
+        return tuple(sorted({min(max(1, tokens // row), most) for tokens in PASS_TOKENS}))
+
+    def _passes(self, model: SearchModel, rows: Sequence[int]) -> Iterator[dict[str, object]]:
+        """Settings of passes: tokens of a micro-batch with each number of ``rows``, and activation checkpointing."""
         texts, fixed = self.spec.data, self._fixed(model)
         row = texts.max_prompt_tokens + texts.max_response_tokens
-        most = max(self._row_counts(placed.layout, (1,)))
-        rows = sorted({min(max(1, tokens // row), most) for tokens in PASS_TOKENS})
         tried = [row * number for number in rows] if "micro_batch_tokens" not in fixed else [0]
         for tokens in tried:
             change: dict[str, object] = {"micro_batch_tokens": tokens} if tokens else {}
@@ -519,11 +617,9 @@ class OptionEnumerator:
             if model.trained and "activation_checkpointing" not in fixed:
                 yield {**change, "activation_checkpointing": True}
         if model.is_lean and not model.is_shadow:
-            yield from self._lean_passes(model, placed, {"micro_batch_tokens": tried[0]} if tried[0] else {})
+            yield from self._lean_passes(model, {"micro_batch_tokens": tried[0]} if tried[0] else {})
 
-    def _lean_passes(
-        self, model: SearchModel, placed: PlacedModel, smallest: Mapping[str, object]
-    ) -> Iterator[dict[str, object]]:
+    def _lean_passes(self, model: SearchModel, smallest: Mapping[str, object]) -> Iterator[dict[str, object]]:
         """Settings with which the smallest passes take least memory: MLPs in tiles, activations in host memory."""
         fixed = self._fixed(model)
         recomputes = model.trained and "activation_checkpointing" not in fixed
@@ -556,34 +652,39 @@ class OptionEnumerator:
         section = (base.shadow or ShadowSpec()) if model.is_shadow else base
         return {name for name in section.model_fields_set if getattr(section, name) is not None}
 
-    def _total(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel, kinds: set[str]) -> tuple[float, int]:
-        """Seconds of all calls of ``kinds``, and the most bytes that one needs in addition to the resting ones."""
-        figures = [(seconds, size()) for _, seconds, size in self._calls(model, mesh, placed, kinds)]
-        return sum(seconds for seconds, _ in figures), max((size for _, size in figures), default=0)
-
-    def _option(self, model: SearchModel, mesh: UniformMesh, figures: _Figures) -> Option:
-        placed, state, seconds, side = figures.placed, figures.state, figures.seconds, figures.side
-        key = "transfers", self._state_key(placed, mesh), model.partner, model.is_apart
-        transfers = self.cached(key, partial(self._transfers, model, placed))
+    def _options_of(
+        self, model: SearchModel, mesh: UniformMesh, sharded: _ShardedModel, figures: Sequence[_Figures]
+    ) -> Iterator[Option]:
+        """Yield the options of a model with each of the settings of its passes."""
+        state, side = sharded.state, sharded.side
+        key = "transfers", self._transfer_key(sharded, mesh), model.partner, model.is_apart
+        transfers = self.cached(key, partial(self._transfers, model, sharded.placed))
         resting = state.resting + transfers.under_way
         if model.is_offloaded:
             # it has no cache while weights arrive
-            most = max(figures.most, transfers.most - state.cache)
-            return Option(seconds, state.resting - state.freed, state.freed + most, side, placed.settings)
-        most = max(figures.most, transfers.most)
-        if model.switches:
-            moved = self.costs.switch(state.offloaded, mesh.device).seconds
-            seconds = tuple(each + number * moved for each, number in zip(seconds, model.switches, strict=True))
-            return Option(seconds, resting - state.freed, state.freed + most, side, placed.settings)
-        return Option(seconds, resting, most, side, placed.settings)
+            for each in figures:
+                most = max(each.most, transfers.most - state.cache)
+                yield Option(each.seconds, state.resting - state.freed, state.freed + most, side, each.settings)
+            return
+        if not model.switches:
+            for each in figures:
+                yield Option(each.seconds, resting, max(each.most, transfers.most), side, each.settings)
+            return
+        moved = self.costs.switch(state.offloaded, mesh.device).seconds
+        added = [number * moved for number in model.switches]
+        for each in figures:
+            seconds = tuple(taken + more for taken, more in zip(each.seconds, added, strict=True))
+            most = max(each.most, transfers.most)
+            yield Option(seconds, resting - state.freed, state.freed + most, side, each.settings)
 
     def _transfers(self, model: SearchModel, placed: PlacedModel) -> _TransferBytes:
         """Return the bytes of a model's syncs and saves, of the stage that needs most."""
-        sizing, ranks = self._sizing(placed), placed.layout.pp_set(0)
+        ranks = placed.layout.pp_set(0)
         most, under_way = [0], [0]
         if placed.trained:
-            saving = Saving(placed.name, placed.gather_sets[0])
-            most += [phase.part_bytes for rank in ranks for phase in sizing.phases(saving, rank)]
+            buckets, files = self.spec.sync.bucket_bytes, self.spec.save.shard_bytes
+            saved = saved_model(placed, self.shapes[placed.role], buckets, files)
+            most += [size or 0 for size in saving_parts(saved, len(placed.gather_sets[0])).values()]
         if model.partner is not None:
             ends = (placed, self._partner(model, placed))
             source, copy = ends if placed.trained else reversed(ends)
@@ -613,44 +714,56 @@ class OptionEnumerator:
         cache = None if placed.rollout is None else placed.settings.generate_tokens
         return placed.role, placed.trained, where, layout.tp, layout.pp, layout.cp, layout.ep, cache, settings
 
+    def _priced_mesh(self, placed: PlacedModel, mesh: UniformMesh) -> Mesh:
+        """Return the mesh of a model as costs depend on it."""
+        layout, zero, shape = placed.layout, placed.settings.zero, self.shapes[placed.role]
+        # the stages of a rollout engine work in turn
+        split = layout.dp, layout.tp, 1 if placed.rollout is not None else layout.pp
+        over, parts = placed.sharded_over, (layout.cp, is_ring(placed, shape))
+        return Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, True, over, *parts, layout.ep)
+
     def _state_key(self, placed: PlacedModel, mesh: UniformMesh) -> object:
         """Key of all that the bytes of the model's state depend on."""
         return self._key(placed, mesh, placed.settings.zero, placed.sharded_over, placed.settings.offload_optimizer)
 
-    def _calls(
-        self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel, kinds: Collection[str] = ()
-    ) -> Iterator[tuple[PlacedCallKind, float, Callable[[], int]]]:
-        """(kind, seconds, function of its bytes in addition to the resting ones) of each call, or of those of
-        ``kinds``."""
-        state_key = time_key = size_key = self._state_key(placed, mesh)
-        zero, over = placed.settings.zero, placed.sharded_over
+    @staticmethod
+    def _transfer_key(sharded: _ShardedModel, mesh: UniformMesh) -> object:
+        """Key of all that the bytes of the model's syncs and saves depend on: the parts of it that ranks store."""
+        placed, layout = sharded.placed, sharded.placed.layout
+        stored = placed.split, placed.num_shards, layout.tp, layout.pp, layout.ep
+        kind = placed.role, placed.trained, placed.rollout is None
+        return kind, mesh.device.name, stored, sharded.side.shards
+
+    def _calls(self, model: SearchModel, mesh: UniformMesh, sharded: _ShardedModel) -> Iterator[_CallFigures]:
+        """Yield time and bytes of each call."""
+        placed, state_key = sharded.placed, sharded.key
+        zero, over, priced_mesh = placed.settings.zero, placed.sharded_over, self._priced_mesh(placed, mesh)
         for call in model.calls:
-            kind = call.kind
-            if kinds and kind not in kinds:
+            time_key = size_key = state_key
+            if call.kind == "switch":
+                yield _CallFigures(call.kind, partial(self._switch_seconds, sharded, mesh), lambda _: 0)
                 continue
-            if kind == "switch":
-                trained = self.spec.models.of(model.role)
-                # a Sync brings all weights, unless it brings adapters
-                has_copy = trained is not None and trained.lora is not None
-                moved = self._state(placed, state_key).offloaded if has_copy else 0
-                yield kind, self.costs.switch(moved, mesh.device).seconds, int
-                continue
-            if kind != "train":
+            if call.kind != "train":
                 # without gradients ZeRO matters where it shards the weights alone
                 time_key = self._key(placed, mesh, *((zero, over) if zero >= 2 else ()))
                 if placed.layout.pp == 1:
                     size_key = self._key(placed, mesh, *((zero, over) if placed.split != "whole" else ()))
-            else:
-                time_key = size_key = state_key
-            rows, settings = self._most_rows(placed, kind, call), _relevant_settings(kind, placed.settings)
-            pricing = partial(self._seconds, placed, mesh, kind, call)
-            seconds = self.cached(("seconds", time_key, kind, settings, call), pricing)
-            if kind == "generate":
-                # slots read prompts in passes
-                settings = *settings, placed.settings.micro_batch_tokens
-            sizing = partial(self._bytes, placed, state_key, call, rows)
-            key = "bytes", size_key, kind, settings, rows, call.texts, call.compares
-            yield kind, seconds, partial(self.cached, key, sizing)
+            patterns = row_patterns(call.shape(self.batch), placed.layout, call.mini_batches)
+            most = max(map(max if call.kind == "train" else sum, patterns))
+            price = partial(self._seconds, placed, mesh, priced_mesh, call.kind, call)
+            size = partial(self._bytes, sharded, call, most)
+            times = self.cached(("seconds", time_key, call), lambda: dict[object, float]())
+            sizes = self.cached(
+                ("bytes", size_key, call.kind, most, call.texts, call.compares), lambda: dict[object, int]()
+            )
+            yield _CallFigures(call.kind, price, size, times, sizes)
+
+    def _switch_seconds(self, sharded: _ShardedModel, mesh: UniformMesh, _: ModelSpec) -> float:
+        """Time of a transfer to or from host memory."""
+        trained = self.spec.models.of(sharded.placed.role)
+        # a Sync brings all weights, unless it brings adapters
+        has_copy = trained is not None and trained.lora is not None
+        return self.costs.switch(sharded.state.offloaded if has_copy else 0, mesh.device).seconds
 
     def cached(self, key: object, make: Callable[[], T]) -> T:
         """Return the first result of ``make`` for ``key``: settings share most of their costs."""
@@ -659,7 +772,15 @@ class OptionEnumerator:
             value = self._cache[key] = make()
         return value
 
-    def _seconds(self, placed: PlacedModel, mesh: UniformMesh, kind: OperatorKind, call: PlacedCall) -> float:
+    def _seconds(
+        self,
+        placed: PlacedModel,
+        mesh: UniformMesh,
+        priced_mesh: Mesh,
+        kind: OperatorKind,
+        call: PlacedCall,
+        settings: ModelSpec,
+    ) -> float:
         rows = row_patterns(call.shape(self.maker.batch), placed.layout, call.mini_batches)
         if kind == "combine" or kind == "interact" or kind == "score" or kind == "retokenize":
             most, width = max(map(sum, rows)), self.maker.lengths.width
@@ -667,63 +788,48 @@ class OptionEnumerator:
         assert kind != "loss" and kind != "backward" and kind != "step", "programs alone call them"
         used = [each for each in rows if any(each)]
         layout, shape = placed.layout, self.shapes[placed.role]
-        # the stages of a rollout engine work in turn
-        split = layout.dp, layout.tp, 1 if placed.rollout is not None else layout.pp
-        over, parts = placed.sharded_over, (layout.cp, is_ring(placed, shape))
-        zero, ep = placed.settings.zero, layout.ep
-        priced_mesh = Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, True, over, *parts, ep)
-        priced = self.maker.call(kind, placed, shape, used, call.texts, call.compares)
+        own = settings.offload_optimizer, placed.rollout is None, placed.trained, mesh.device.name
+        key = "call", placed.role, own, _relevant_settings(kind, settings), call, tuple(used), layout.cp
+
+        def made() -> Call:
+            return self.maker.call(kind, replace(placed, settings=settings), shape, used, call.texts, call.compares)
+
+        # whatever the ZeRO stage, tensor-parallel and pipeline ranks are
+        priced = self.cached(key, made)
         # each turn of an episode has a part of a response
         return self.costs.call(priced, priced_mesh).seconds / call.turns
 
-    def _state(self, placed: PlacedModel, key: object) -> State:
-        """Return the state of the stage that stores most."""
-        return max(
-            (self._stage_state(placed, key, rank) for rank in placed.layout.pp_set(0)), key=lambda state: state.resting
-        )
+    def _bytes(self, sharded: _ShardedModel, call: PlacedCall, most_rows: int, settings: ModelSpec) -> int:
+        """Most bytes that a call needs on a rank in addition to the resting ones of the stage that stores most.
 
-    def _stage_state(self, placed: PlacedModel, key: object, rank: int) -> State:
-        state = self.cached(("state", key, rank), lambda: self._sizing(placed).state(placed, rank))
-        assert isinstance(state, State), "shapes are known"
-        return state
-
-    def _most_rows(self, placed: PlacedModel, kind: OperatorKind, call: PlacedCall) -> int:
-        """Most rows decoded together that the settings allow; of passes, which texts of any lengths fill, all rows."""
-        patterns = row_patterns(call.shape(self.batch), placed.layout, call.mini_batches)
-        most = max(map(max if kind == "train" else sum, patterns))
+        ``most_rows``: of the fullest replica; settings may allow fewer that are decoded together.
+        """
+        kind, rows = call.kind, most_rows
+        if kind not in ("generate", "forward", "train"):
+            return 0
+        placed = replace(sharded.placed, settings=settings)
         if kind == "generate":
             # context-parallel ranks share the rows
             parts = placed.layout.cp
-            return parts * self._lengths.rows_decoded(placed, -(-most // parts))
-        return most
-
-    def _bytes(self, placed: PlacedModel, state_key: object, call: PlacedCall, rows: int) -> int:
-        """Most bytes that a call needs on a rank in addition to the resting ones of the stage that stores most."""
-        kind = call.kind
-        if kind not in ("generate", "forward", "train"):
-            return 0
+            rows = parts * self._lengths.rows_decoded(placed, -(-rows // parts))
         block = self.batch.block_rows
         work = Compute(kind, placed.name, rows, texts=call.texts, compares=call.compares, block=block)
-        most, sizes = self._state(placed, state_key).resting, []
-        for rank in placed.layout.pp_set(0):
-            state = self._stage_state(placed, state_key, rank)
-            for phase in self._sizing(placed).phases(work, rank):
+        most, sizes = sharded.state.resting, []
+        for rank, state in zip(placed.layout.pp_set(0), sharded.stages, strict=True):
+            for phase in self._sizing.call_phases(work, placed, rank):
                 sizes.append(phase.part_bytes + (state.training if phase.trains else state.resting) - most)
         return max(sizes)
 
-    def _sizing(self, placed: PlacedModel) -> Sizing:
-        shapes = {placed.role: self.shapes[placed.role]}
-        placement, on_gpus = Placement((placed,), len(placed.ranks)), self._on_gpus
-        lengths, own = self._lengths, self._own_lengths
-        return Sizing(placement, shapes, lengths, self.spec.sync, own, on_gpus=on_gpus, save=self.spec.save)
+    @cached_property
+    def _sizing(self) -> Sizing:
+        """Bytes of any model of the spec, wherever it is."""
+        lengths, own, nothing = self._lengths, self._own_lengths, Placement((), 0)
+        on_gpus = self._cluster.has_known_classes
+        return Sizing(nothing, self.shapes, lengths, self.spec.sync, own, on_gpus=on_gpus)
 
     @cached_property
     def _cluster(self) -> Cluster:
         return make_cluster(self.spec.cluster)
-
-    @property
-    def _on_gpus(self) -> bool:
-        return self._cluster.has_known_classes
 
     @cached_property
     def _most_memory(self) -> float:
@@ -752,7 +858,16 @@ def _on(
 
 def _with(placed: PlacedModel, change: Mapping[str, object]) -> PlacedModel:
     """The model with other settings."""
-    return replace(placed, settings=placed.settings.model_copy(update=dict(change))) if change else placed
+    return replace(placed, settings=_changed(placed.settings, change)) if change else placed
+
+
+def _changed(settings: ModelSpec, change: Mapping[str, object]) -> ModelSpec:
+    return settings.model_copy(update=dict(change)) if change else settings
+
+
+def _total(calls: Sequence[_CallFigures], settings: ModelSpec) -> tuple[float, int]:
+    """Return the time of ``calls`` together, and the most bytes that one needs in addition to the resting ones."""
+    return sum(call.seconds(settings) for call in calls), max((call.most_bytes(settings) for call in calls), default=0)
 
 
 def _fastest_within(figures: Mapping[tuple[int, int], tuple[float, int]], room: int) -> tuple[int, int]:
@@ -784,7 +899,7 @@ def _spread(most: int) -> list[int]:
     return found
 
 
-def _relevant_settings(kind: OperatorKind, settings: ModelSpec) -> tuple[object, ...]:
+def _relevant_settings(kind: PlacedCallKind, settings: ModelSpec) -> tuple[object, ...]:
     """Settings that a call of ``kind`` depends on, of those that differ between options of one mesh."""
     if kind == "generate":
         return (settings.generate_tokens,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal, Protocol
 
 from flexrlhf.config.model_settings import Head
@@ -31,6 +32,10 @@ class Transformer(DecoderSizes):
     tied: bool = False
     head: Literal["causal", "scalar"] = "causal"
     adapters: int = 0
+
+    def __hash__(self) -> int:
+        # of a few fields: models are keys of many tables
+        return hash((self.layers, self.hidden, self.ffn, self.head))
 
     @property
     def matrix_parameters(self) -> int:
@@ -96,6 +101,7 @@ class Transformer(DecoderSizes):
         return replace(self, head="scalar")
 
 
+@lru_cache(maxsize=256)
 def transformer_of(shape: ModelShape, head: Head, is_adapted: bool) -> Transformer:
     """Return the model of a planned ``shape``. ``is_adapted``: adapters count as trained parameters."""
     assert shape.sizes is not None, "shapes without sizes are refused"
@@ -159,6 +165,10 @@ class Mesh:
     cp: int = 1
     is_ring: bool = False
     ep: int = 1
+
+    def __hash__(self) -> int:
+        # of a few fields: meshes are keys of tables
+        return hash((self.dp, self.tp, self.pp, self.cp, self.zero))
 
     @property
     def size(self) -> int:
@@ -299,6 +309,10 @@ class Call:
     weight_share: float = 1.0
     pages: Pages | None = None
     counts_experts: bool = False
+
+    def __hash__(self) -> int:
+        # of a few fields: calls are keys of tables
+        return hash((self.kind, self.rows, self.recompute, self.tiled_mlp, self.passes))
 
     @property
     def counting(self) -> Call:

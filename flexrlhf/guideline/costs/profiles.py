@@ -82,6 +82,10 @@ class EngineProfile:
     reached: float = 1.0
     tensor_reached: float = 1.0
 
+    def __hash__(self) -> int:
+        # of one field: profiles are keys of many tables
+        return hash(self.name)
+
 
 def read_engines(path: Path) -> dict[str, EngineProfile]:
     """Return the engine profiles of a table, by name."""

@@ -189,8 +189,15 @@ def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
 
 
 def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> tuple[dict[str, float], int]:
-    """Return the time of all micro-batches through the pipeline, by cause, and their number."""
-    shapes = [(times, replace(shape, ep=mesh.ep)) for times, shape in _pass_shapes(call)]
+    """Return the time of all micro-batches through the pipeline, by cause, and their number, whatever ZeRO shards."""
+    whole = replace(mesh, zero=0, sharded_over=0) if mesh.zero or mesh.sharded_over else mesh
+    parts, number = _whole_stages(call, whole, profile, training)
+    return dict(parts), number
+
+
+@lru_cache(maxsize=4096)
+def _whole_stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> tuple[Mapping[str, float], int]:
+    shapes = _pass_shapes(call, mesh.ep)
     # forward passes that recomputation adds
     repeats = {"none": 0.0, "selective": profile.repeats, "full": 1.0}[call.recompute] if training else 0.0
     split, tiled, offloads = (mesh.tp, mesh.pp, mesh.per_node), call.tiled_mlp, call.offload_activations
@@ -219,17 +226,20 @@ def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> t
     return parts, number
 
 
-def _pass_shapes(call: Call) -> list[tuple[float, PassShape]]:
-    """Return the distinct passes of a call, the largest first, each with its number."""
+def _pass_shapes(call: Call, ep: int) -> list[tuple[float, PassShape]]:
+    """Return the distinct passes of a call, the largest first, each with its number.
+
+    ep:  ranks that share the experts.
+    """
     mean = call.passes
     if mean is not None:
         head = mean.responses if call.model.head == "causal" else mean.rows
-        return [(mean.count, PassShape(mean.rows, mean.width, head, call.item))]
+        return [(mean.count, PassShape(mean.rows, mean.width, head, call.item, ep))]
     micro_rows = max(1, min(call.micro_rows, call.rows))
     full, rest = divmod(call.rows, micro_rows)
     head = min(call.mean_response, call.width) if call.model.head == "causal" else 1
     rows = [(full, micro_rows)] + ([(1, rest)] if rest else [])
-    return [(times, PassShape(each, call.width, each * head, call.item)) for times, each in rows]
+    return [(times, PassShape(each, call.width, each * head, call.item, ep)) for times, each in rows]
 
 
 def parts_traffic(call: Call, mesh: Mesh, tokens: float, backward: bool) -> tuple[Traffic, float]:

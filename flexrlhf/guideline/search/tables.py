@@ -20,6 +20,8 @@ SAME, OVERLAPPING, DISJOINT = range(len(RELATIONS))
 SHAPE_STEP = 4.0
 """Distance of the keys of two shapes; memory counts from 0 to 2 devices."""
 MEMORY_ROUNDING = 1e-8
+COMPARED_AT_ONCE = 256
+"""Rows with which all others are compared in one array."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,12 +317,18 @@ def undominated(rows: Floats) -> Ints:
 
     Of equal rows the first counts. ``rows``: (n, figures).
     """
-    order = np.lexsort(rows.T[::-1])
-    kept: list[int] = []
-    for index in order:
-        if not kept or not np.any(np.all(rows[kept] <= rows[index], axis=1)):
-            kept.append(int(index))
-    return np.array(sorted(kept), dtype=np.int64)
+    kept = np.arange(len(rows))
+    # fewer rows with every block, whose number times that of rows is the memory of a comparison
+    for start in range(0, len(rows), COMPARED_AT_ONCE):
+        block = np.arange(start, min(start + COMPARED_AT_ONCE, len(rows)))
+        below = np.ones((len(block), len(kept)), dtype=bool)
+        above = below.copy()
+        for column in rows.T:
+            below &= column[block][:, None] <= column[kept][None, :]
+            above &= column[block][:, None] >= column[kept][None, :]
+        beaten = (below & (~above | (block[:, None] < kept[None, :]))).any(axis=0)
+        kept = kept[~beaten]
+    return kept
 
 
 def pareto(options: Sequence[Option], has_links: bool) -> list[Option]:
