@@ -332,7 +332,7 @@ class Sizing:
 
     def _offloaded_activations(self, work: Compute, model: PlacedModel, shape: ModelShape, rank: int) -> int:
         """Return the bytes of activations in host memory, none of a model whose sizes are unknown."""
-        if shape.sizes is None:
+        if shape.sizes is None or not model.settings.offload_activations:
             return 0
         size = self.pass_size(model, work).of_part(model.layout.cp)
         return layers_on_rank(model, shape.sizes, rank).host_bytes(size.tokens)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import product
 from math import inf
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from flexrlhf.config.engines import ALL_KINDS, EngineFacts, facts_of
@@ -67,6 +68,7 @@ _CHOSEN = (
     *("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer"),
 )
 """Settings that differ between the options of a model, and that others may rule out."""
+_chosen = attrgetter(*_CHOSEN)
 _SIZES = "micro_batch_tokens", "generate_tokens"
 """Further ones, of passes and decoding."""
 CACHE_SHARES = DECODE_SHARES
@@ -437,7 +439,7 @@ class OptionEnumerator:
 
     def _allowed_key(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> object:
         """Return all that ``_is_allowed`` depends on."""
-        chosen = tuple(getattr(placed.settings, name) for name in _CHOSEN)
+        chosen = _chosen(placed.settings)
         of_model = model.name, model.trained, model.operator, "generate" in model.kinds
         return of_model, mesh.device.name, placed.split, chosen
 

@@ -95,7 +95,7 @@ class SearchModel:
     def role(self) -> str:
         return self.name.role
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[PlacedCallKind, ...]:
         """Kinds of the calls that the model itself computes."""
         free = ("combine", "interact", "score", "retokenize")

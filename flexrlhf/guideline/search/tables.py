@@ -287,8 +287,7 @@ def _part_table(part: SearchPart, shapes: Sequence[MeshShape], has_links: bool, 
     fronts = [of_options[tuple(map(id, options))] for options in stated]
     options = [option for front in fronts for option in front]
     shape = np.repeat(np.arange(len(shapes)), [len(front) for front in fronts])
-    ends = [LinkEnd(shapes[s], option.layout) for s, option in zip(shape.tolist(), options, strict=True)]
-    unique = {end: index for index, end in enumerate(dict.fromkeys(ends))}
+    unique, end = _link_ends(shapes, shape.tolist(), options)
     width = len(options[0].seconds) if options else 0
     seconds = np.array([option.seconds for option in options], dtype=np.float64).reshape(len(options), width)
     resting = np.array([option.resting for option in options], dtype=np.float64)
@@ -302,7 +301,7 @@ def _part_table(part: SearchPart, shapes: Sequence[MeshShape], has_links: bool, 
         seconds=seconds,
         resting=resting,
         active=active,
-        end=np.array([unique[end] for end in ends], dtype=np.int64),
+        end=np.array(end, dtype=np.int64),
         ends=tuple(unique),
         least_seconds=_least(seconds, first),
         least_resting=_least(resting[:, None], first)[:, 0],
@@ -310,6 +309,22 @@ def _part_table(part: SearchPart, shapes: Sequence[MeshShape], has_links: bool, 
         num_stated=tuple(len(options) for options in stated),
         by_memory=_by_memory(shape, seconds, resting + active, first, memory),
     )
+
+
+def _link_ends(
+    shapes: Sequence[MeshShape], shape: Sequence[int], options: Sequence[Option]
+) -> tuple[dict[LinkEnd, int], list[int]]:
+    """Return the distinct link ends with their numbers, and the number of each option's."""
+    unique: dict[LinkEnd, int] = {}
+    # most options share their layout with others, whose hash takes longer than its identity
+    known: dict[tuple[int, int], int] = {}
+    numbers = []
+    for s, option in zip(shape, options, strict=True):
+        key = s, id(option.layout)
+        if key not in known:
+            known[key] = unique.setdefault(LinkEnd(shapes[s], option.layout), len(unique))
+        numbers.append(known[key])
+    return unique, numbers
 
 
 def undominated(rows: Floats) -> Ints:
@@ -336,14 +351,15 @@ def pareto(options: Sequence[Option], has_links: bool) -> list[Option]:
 
     Where the time of links depends on the layout, an option is compared with others of its own layout alone.
     """
-    groups: dict[Hashable, list[int]] = {}
-    for index, option in enumerate(options):
-        groups.setdefault(option.layout if has_links else (), []).append(index)
-    kept: list[int] = []
-    for members in groups.values():
-        rows = np.array([[*options[i].seconds, options[i].resting, options[i].active] for i in members])
-        kept += [members[i] for i in undominated(rows)]
-    return [options[index] for index in sorted(kept)]
+    if not options:
+        return []
+    numbers: dict[Hashable, int] = {}
+    rows = []
+    for each in options:
+        # of two layouts neither number nor its opposite are both below the other's
+        layout = numbers.setdefault(each.layout, len(numbers)) if has_links else 0
+        rows.append([layout, -layout, *each.seconds, each.resting, each.active])
+    return [options[index] for index in undominated(np.array(rows)).tolist()]
 
 
 def _by_memory(shape: Ints, seconds: Floats, needed: Floats, first: Ints, scale: float) -> SecondsByMemory:
