@@ -10,11 +10,11 @@ from flexrlhf.errors import either
 from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import Advice, is_full, tied
-from flexrlhf.guideline.advice.model_options import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
 from flexrlhf.guideline.advice.rules_text import rules_section
 from flexrlhf.guideline.advice.searched_step import is_allowed
 from flexrlhf.guideline.advice.settings_text import placement_text, settings_table
 from flexrlhf.guideline.advice.space import USABLE
+from flexrlhf.guideline.advice.tried_settings import CACHE_SHARES, DECODE_SHARES, PASS_TOKENS
 from flexrlhf.guideline.advice.waiting import waiting_lines
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.search.result import SearchResult

@@ -123,7 +123,7 @@ class SearchedStep:
             return FORBIDDEN
         # many readers read as many bytes of writers with the same layout
         key = size, source.layout, to.layout, source.shape.kinds, to.shape.kinds, relation, self.cluster.num_nodes > 1
-        return self.enumerator.cached(
+        return self.enumerator.memo.cached(
             key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds
         )
 

@@ -15,10 +15,11 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import MAX_PLANNED, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.limits import SpaceLimits
-from flexrlhf.guideline.advice.model_options import OptionEnumerator, UniformMesh
+from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.searched_step import SearchedStep
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space_checks import check_searched_models, check_searched_settings, with_types_of_stages
+from flexrlhf.guideline.advice.uniform_mesh import UniformMesh
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.links import MeshSide
 from flexrlhf.guideline.search.problem import (
@@ -88,7 +89,7 @@ class Space(SearchedStep):
     def leaner(self) -> Space | None:
         """The same space with MLPs in tiles and activations in host memory, if these free enough for any model."""
         least = min(self.pool.memory.values())
-        frees = any(self.enumerator.frees_activations(role, least) for role in self.roles.trained)
+        frees = any(self.enumerator.tried.frees_activations(role, least) for role in self.roles.trained)
         return replace(self, is_lean=True) if frees and not self.is_lean else None
 
     @property

@@ -1,0 +1,128 @@
+"""Layouts and settings of a model that plans allow, of the ones that are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from operator import attrgetter
+
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.memo import Memo
+from flexrlhf.guideline.advice.sketch import SearchModel
+from flexrlhf.guideline.advice.tried_settings import TriedSettings
+from flexrlhf.guideline.advice.uniform_mesh import UniformMesh, layout_on_first, on_mesh, with_settings
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.place import Degrees, check_degrees
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.rollout import rollout_settings
+from flexrlhf.plan.model_checks import check_placed_model
+
+CHOSEN = (
+    *("engine", "dtype", "zero", "shard", "tp", "pp", "cp", "ep"),
+    *("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer"),
+)
+"""Settings that differ between the options of a model, and that others may rule out."""
+_chosen = attrgetter(*CHOSEN)
+
+
+@dataclass(frozen=True)
+class AllowedSettings:
+    """Layouts and settings of the models of a spec that plans allow.
+
+    tried:     the settings that are tried.
+    refusals:  name of a model → why a plan refuses the last of its settings that are tried and not allowed.
+    memo:      results so far.
+    """
+
+    tried: TriedSettings
+    refusals: dict[str, str]
+    memo: Memo
+
+    def laid_out(self, model: SearchModel, mesh: UniformMesh) -> Iterator[PlacedModel]:
+        """Place the model on the first devices, once with each layout and ZeRO stage that plans allow."""
+        base = self.tried.base(model, mesh)
+        own = base.of_shadow if model.is_shadow else base
+        for tp, pp, cp, ep in self.tried.degrees(model, mesh, base):
+            layout = self._allowed_layout(mesh, tp, pp, cp, ep, model.is_rollout, own.context_parallel == "ring")
+            if layout is None:
+                continue
+            if model.is_rollout:
+                rollout = self.tried.spec.rollout.model_copy(update={"tp": tp, "pp": pp})
+                settings = rollout_settings(base, layout, self.tried.spec.model_copy(update={"rollout": rollout}))
+                placed = PlacedModel(model.name, layout, False, settings, rollout)
+                if self.is_allowed(model, mesh, placed):
+                    yield placed
+                continue
+            stages: dict[int, list[PlacedModel]] = {}
+            for zero, shard in product(self.tried.stages(model, base), self.tried.shards(model, mesh, own)):
+                change = {"zero": zero, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "shard": shard}
+                sharded = self._as_set(model, mesh, layout, own.model_copy(update=change))
+                if sharded is not None and self.is_allowed(model, mesh, sharded):
+                    stages.setdefault(zero, []).append(sharded)
+            # of a single replica no stage shards anything
+            for zero in stages if tp * pp < mesh.size else [*stages][:1]:
+                yield from stages[zero]
+
+    def _allowed_layout(
+        self, mesh: UniformMesh, tp: int, pp: int, cp: int, ep: int, is_rollout: bool, crosses: bool
+    ) -> Layout | None:
+        """Return the layout of a model on all devices of the mesh; None if a plan refuses it.
+
+        ``crosses``: whether context-parallel ranks may be on several nodes.
+        """
+        degrees = Degrees(tp, pp, cp, crosses, ep, whole_nodes=is_rollout)
+
+        def made() -> tuple[Layout | None]:
+            layout = layout_on_first(mesh.size, tp, pp, cp, ep)
+            try:
+                check_degrees("", "", layout.ranks, degrees, mesh.cluster)
+            except UserError:
+                return (None,)
+            return (layout,)
+
+        return self.memo.cached(("layout", mesh.size, mesh.per_node, degrees), made)[0]
+
+    def _as_set(self, model: SearchModel, mesh: UniformMesh, layout: Layout, settings: ModelSpec) -> PlacedModel | None:
+        """Return the model with its state sharded as set; None if a plan refuses that."""
+        try:
+            return on_mesh(model, mesh, layout, settings)
+        except UserError:
+            return None
+
+    def is_allowed(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> bool:
+        """Whether a plan allows the settings of a placed model."""
+        key = self._allowed_key(model, mesh, placed)
+        return self.memo.cached(("allowed", key), lambda: (self._is_checked(model, mesh, placed),))[0]
+
+    def _allowed_key(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> object:
+        """Return all that ``is_allowed`` depends on."""
+        chosen = _chosen(placed.settings)
+        of_model = model.name, model.trained, model.operator, "generate" in model.kinds
+        return of_model, mesh.device.name, placed.split, chosen
+
+    def _is_checked(self, model: SearchModel, mesh: UniformMesh, placed: PlacedModel) -> bool:
+        if model.operator:
+            name, settings = ModelName.of(model.role, model.operator), placed.settings.of_copy({})
+            placed = replace(placed, name=name, operator=model.operator, settings=settings)
+        shape, longest = self.tried.shapes[model.role], self.tried.spec.lengths.of_role(model.role).total
+        generates, on_gpus = "generate" in model.kinds, self.tried.spec.cluster.device != "cpu"
+        try:
+            check_placed_model(placed, shape, mesh.cluster, longest, generates, on_gpus)
+        except UserError as error:
+            self.refusals[model.name] = str(error)
+            return False
+        return True
+
+    def passes(self, model: SearchModel, mesh: UniformMesh, plain: PlacedModel) -> tuple[ModelSpec, ...]:
+        """Return the settings of ``plain`` with each of the tried passes that a plan allows."""
+        rows = self.tried.pass_rows(plain.layout)
+        # equal ones on most meshes
+        key = "passes", model.is_lean, rows, self._allowed_key(model, mesh, plain)
+
+        def made() -> tuple[ModelSpec, ...]:
+            tried = (with_settings(plain, change) for change in self.tried.passes(model, rows))
+            return tuple(each.settings for each in tried if self.is_allowed(model, mesh, each))
+
+        return self.memo.cached(key, made)

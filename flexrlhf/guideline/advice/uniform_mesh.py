@@ -1,0 +1,70 @@
+"""Meshes of one class of devices, and models on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import RolloutSpec
+from flexrlhf.guideline.advice.sketch import SearchModel
+from flexrlhf.guideline.costs.cost_model import Links
+from flexrlhf.placement.cluster import Cluster, Device
+from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.place import sharded_as_set
+from flexrlhf.placement.placed import PlacedModel
+
+
+@dataclass(frozen=True)
+class UniformMesh:
+    """``size`` devices of one class, ``per_node`` of them in each node."""
+
+    size: int
+    per_node: int
+    device: DeviceClass
+
+    @property
+    def links(self) -> Links:
+        return Links(self.device.link_gb_s, self.device.node_gb_s)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices of the mesh as a cluster of their own."""
+        return _cluster(self.size, self.per_node, self.device.name)
+
+
+@lru_cache(maxsize=1024)
+def _cluster(size: int, per_node: int, device_class: str) -> Cluster:
+    """Cluster of ``size`` devices of one class."""
+    return Cluster(tuple(Device(rank, rank // per_node, device_class) for rank in range(size)))
+
+
+@lru_cache(maxsize=1024)
+def layout_on_first(size: int, tp: int, pp: int, cp: int, ep: int) -> Layout:
+    """Layout on the first ``size`` devices."""
+    return Layout(tuple(range(size)), tp, pp, cp=cp, ep=ep)
+
+
+def layout_of(mesh: UniformMesh, settings: ModelSpec) -> Layout:
+    """Return the layout of a model with ``settings`` on all devices of the mesh."""
+    return layout_on_first(mesh.size, settings.tp, settings.pp, settings.cp, settings.ep)
+
+
+def on_mesh(
+    model: SearchModel, mesh: UniformMesh, layout: Layout, settings: ModelSpec, rollout: RolloutSpec | None = None
+) -> PlacedModel:
+    """Place ``model`` on ``mesh``. Raises UserError if its state cannot be sharded as set."""
+    placed = PlacedModel(model.name, layout, model.trained, settings, rollout, model.head)
+    return placed if rollout is not None else sharded_as_set(placed, mesh.cluster)
+
+
+def with_settings(placed: PlacedModel, change: Mapping[str, object]) -> PlacedModel:
+    """The model with other settings."""
+    return replace(placed, settings=changed(placed.settings, change)) if change else placed
+
+
+def changed(settings: ModelSpec, change: Mapping[str, object]) -> ModelSpec:
+    """Return ``settings`` with others of their fields."""
+    return settings.model_copy(update=dict(change)) if change else settings
