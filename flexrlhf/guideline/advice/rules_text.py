@@ -8,7 +8,7 @@ from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.advice.guideline_rules import FLEXRLHF, RuleVerdict, judged
 from flexrlhf.strategies.instructions import Run
-from flexrlhf.text import table
+from flexrlhf.text import counted, table
 
 
 def rules_section(advice: Advice) -> Iterator[str]:
@@ -35,8 +35,8 @@ def contradictions(advice: Advice) -> Iterator[str]:
     yield (
         f"{best.candidate.strategy} contradicts FlexRLHF's guideline, which gives {ruled.candidate.strategy} "
         f"({rule.rule.name}: {rule.evidence}): that takes {ruled.seconds / best.seconds - 1:+.0%}, because as "
-        f"simulated {name} takes {seconds:.1f} s on {devices} devices and {before:.1f} s on {all_devices}, and devices "
-        f"run {ruled.simulation.utilisation:.0%} of the time in place of {best.simulation.utilisation:.0%}"
+        f"simulated {name} takes {seconds:.1f} s on {counted(devices, 'device')} and {before:.1f} s on {all_devices}, "
+        f"and devices run {ruled.simulation.utilisation:.0%} of the time in place of {best.simulation.utilisation:.0%}"
     )
 
 
