@@ -95,7 +95,7 @@ class Blocks:
 
     def __hash__(self) -> int:
         # of a few fields: they are keys of tables
-        return hash((self.tp, self.pp, self.stage, self.tiled, self.offloads, self.cp))
+        return hash((self.tp, self.pp, self.stage, self.tiled, self.offloads, self.cp, self.ep))
 
     @property
     def layers(self) -> int:

@@ -312,7 +312,7 @@ class Call:
 
     def __hash__(self) -> int:
         # of a few fields: calls are keys of tables
-        return hash((self.kind, self.rows, self.recompute, self.tiled_mlp, self.passes))
+        return hash((self.kind, self.rows, self.decode_rows, self.recompute, self.tiled_mlp, self.passes, self.pages))
 
     @property
     def counting(self) -> Call:
