@@ -366,7 +366,11 @@ def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequ
     if best is not None and not is_short_of_memory(space, best.assignment, best.seconds, margin):
         return
     if lean is None and plain.leaner is not None:
-        compared.search(f"{label}, {LEAN}", plain.leaner, _seeds(compared.proposed, plain.leaner))
+        # what a plan has rejected without, it rejects with it
+        limits = next((each.space.limits for each in compared.proposed if each.name == label), plain.limits)
+        compared.search(
+            f"{label}, {LEAN}", replace(plain.leaner, limits=limits), _seeds(compared.proposed, plain.leaner)
+        )
     for label, offloaded in offloaded_spaces(space, offload_sets(space)):
         compared.search(label, offloaded, _seeds(others, offloaded))
 

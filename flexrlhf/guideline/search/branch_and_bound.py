@@ -24,6 +24,7 @@ from flexrlhf.guideline.search.bounds import (
 )
 from flexrlhf.guideline.search.hill_climb import (
     DistinctMeshes,
+    Spot,
     beginnings,
     climb,
     distinct_meshes,
@@ -50,6 +51,8 @@ MESHES = 0.6
 """Share of the work that the meshes of a problem may take before the vectors."""
 ROWS = 64
 """Partial assignments that are expanded at once, each to thousands: more take gigabytes and overrun the limit."""
+CLIMBED = 2
+"""Assignments to begin from that are climbed from, the fastest ones."""
 KEPT = 10
 """Assignments that are returned."""
 
@@ -93,10 +96,9 @@ def _search(state: SearchState, seeds: Sequence[Assignment], packing: VectorPack
         for spots in beginnings(tables, meshes):
             state.offer(np.array([[start for start, _ in spots]]), np.array([[option for _, option in spots]]))
         return state.result(np.inf, began, True)
-    for seed in seeds:
-        planted = spots_of(tables, seed)
-        if planted is not None:
-            climb(state, meshes, planted)
+    planted = [spots_of(tables, seed) for seed in seeds]
+    for spots in _fastest(state, [each for each in planted if each is not None]):
+        climb(state, meshes, spots)
     for spots in beginnings(tables, meshes) if packing is None or not np.isfinite(state.best) else ():
         best = state.best
         climb(state, meshes, spots)
@@ -104,6 +106,15 @@ def _search(state: SearchState, seeds: Sequence[Assignment], packing: VectorPack
             break  # from here on branches find what is left sooner
     left = _MeshSearch(state, meshes, packing).run()
     return state.result(left, began, not np.isfinite(left))
+
+
+def _fastest(state: SearchState, planted: list[list[Spot]]) -> list[list[Spot]]:
+    """Store ``planted`` assignments that fit. Returns the fastest, or those nearest to fitting, to climb from."""
+    if not planted:
+        return []
+    starts, options = np.moveaxis(np.array(planted, dtype=np.int64), 2, 0)
+    seconds, over = state.offer(starts, options)
+    return [planted[row] for row in np.lexsort((np.maximum(over, 0.0), seconds))[:CLIMBED]]
 
 
 @dataclass(frozen=True, order=True)
