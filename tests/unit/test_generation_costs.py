@@ -20,7 +20,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transfo
 from flexrlhf.guideline.costs.decode_phases import EVEN_BINS, TAIL_BINS, decode_phases, length_bins
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
 from flexrlhf.guideline.costs.kernels import FIGURES, LAUNCH_SECONDS
-from flexrlhf.guideline.costs.profiles import host_factor
+from flexrlhf.guideline.costs.profiles import Batching, host_factor
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.weights.families import model_sizes
 
@@ -145,6 +145,18 @@ def test_steps_are_those_of_a_walk_over_every_row(rows: int, places: int) -> Non
     assert sum(phase.steps for phase in phases) == pytest.approx(sum(walks) / len(walks), rel=0.25)
     tokens = rows * (sum(sample) / len(sample) - 1)
     assert sum(phase.steps * phase.rows for phase in phases) == pytest.approx(tokens, rel=0.01)
+
+
+@pytest.mark.parametrize("batching", ["refill", "group", "static"])
+def test_replicas_wait_for_the_longest_response_of_all(batching: Batching) -> None:
+    draw, replicas, rows = random.Random(0), 16, 64
+    sample = tuple(draw.lognormvariate(5, 0.9) for _ in range(2000))
+    steps, alone = (
+        sum(phase.steps for phase in decode_phases(batching, rows, rows, sample, replicas=number))
+        for number in (replicas, 1)
+    )
+    longest = [max(draw.choices(sample, k=replicas * rows)) - 1 for _ in range(100)]
+    assert steps == pytest.approx(sum(longest) / len(longest), rel=0.05) and alone < 0.8 * steps
 
 
 def _walked(lengths: list[float], places: int) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 from math import gcd, inf
 
@@ -84,9 +84,18 @@ def _counts(total: int) -> list[int]:
 
 
 def decode_phases(
-    batching: Batching, rows: int, together: int, responses: tuple[float, ...], is_exact: bool = False
+    batching: Batching,
+    rows: int,
+    together: int,
+    responses: tuple[float, ...],
+    is_exact: bool = False,
+    replicas: int = 1,
 ) -> Iterator[DecodePhase]:
-    """Yield the phases of decoding ``rows`` rows, at most ``together`` at once. ``is_exact``: as of ``Call``."""
+    """Yield the phases of decoding ``rows`` rows, at most ``together`` at once.
+
+    is_exact:  as of ``Call``.
+    replicas:  with as many rows each, which wait for the longest of all.
+    """
     together = max(1, min(rows, together))
     bins = length_bins(responses)
     if is_exact and rows == together:
@@ -95,10 +104,13 @@ def decode_phases(
         return
     if batching == "refill":
         yield from _full(rows, together, bins)
-        yield from _shrinking(1, together, rows, bins)
+        yield from _shrinking(1, together, rows if is_exact else replicas * rows, bins)
         return
     groups, rest = divmod(rows, together)
     group = _static if batching == "static" else _shrinking
+    if groups == 1 and not rest:
+        yield from group(1, together, replicas * together, bins)
+        return
     yield from group(groups, together, together, bins)
     if rest:
         yield from group(1, rest, rest, bins)
@@ -116,7 +128,7 @@ def _shrinking(groups: int, together: int, most: int, bins: tuple[LengthBin, ...
     """Yield the phases of ``groups`` batches, one after the other, whose rows leave as they end."""
     for each in bins:
         any_left = 1 - (1 - each.alive) ** most
-        yield DecodePhase(groups * each.steps * any_left, together * each.alive / any_left, each.age)
+        yield DecodePhase(groups * each.steps * any_left, max(1.0, together * each.alive / any_left), each.age)
 
 
 def _static(groups: int, together: int, most: int, bins: tuple[LengthBin, ...]) -> Iterator[DecodePhase]:
@@ -139,16 +151,16 @@ class DecodeSteps:
     repeated: float = 0.0
 
 
-def decoding(call: Call, batching: Batching) -> DecodeSteps:
-    """Return the decoding of the rows of ``call``."""
-    pages = call.pages
+def decoding(call: Call, batching: Batching, replicas: int = 1) -> DecodeSteps:
+    """Return the decoding of the rows of ``call`` on the replica, of ``replicas``, with the longest response."""
+    pages, phases = call.pages, partial(decode_phases, batching, call.rows)
     if pages is None:
-        return DecodeSteps(tuple(decode_phases(batching, call.rows, call.decode_rows, call.responses, call.is_exact)))
+        return DecodeSteps(tuple(phases(call.decode_rows, call.responses, call.is_exact, replicas)))
     most, prompt = min(call.rows, pages.most_rows), call.prompt / call.prompt_samples
     longest = max((each.alive * (prompt + each.end) for each in length_bins(call.responses)), default=0.0)
     if most * longest > pages.tokens or call.rows > most > pages.rows(prompt, call.responses):
         return paged_decoding(call.rows, pages, prompt + pages.partly_filled, call.responses)
-    return DecodeSteps(tuple(decode_phases(batching, call.rows, most, call.responses, call.is_exact)))
+    return DecodeSteps(tuple(phases(most, call.responses, call.is_exact, replicas)))
 
 
 @dataclass

@@ -23,7 +23,7 @@ ONE_SHOT_SHARE = 0.7
 @lru_cache(maxsize=16384)
 def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
     """Return the time of ``call.rows`` prompts and their responses on one replica."""
-    found = decoding(call, profile.batching)
+    found = decoding(call, profile.batching, mesh.dp)
     parts = {"prefill": prefill_cost(call, mesh, profile).seconds}
     if found.repeats:
         length = found.repeated / found.repeats

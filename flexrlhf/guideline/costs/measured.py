@@ -133,7 +133,7 @@ class MeasuredCosts:
         prompts, sliced = call.prompts / rounds, _sliced(call, mesh)
         prompt = prices.of(replace(sliced, width=call.prompt), prices.times.prompt)
         prefill, model = sum(prompt.stages("prefill", prompts * call.prompt)), prices.of(sliced, sliced.width)
-        decode = sum(each.steps * model.step(each.rows, call.prompt + each.age) for each in _decoding(call))
+        decode = sum(each.steps * model.step(each.rows, call.prompt + each.age) for each in _decoding(call, mesh))
         # of a verification only the time of one step is known, as if its tokens were computed at once
         each = 1.0 if call.speculation is None else call.speculation.steps + call.speculation.drafting
         return {"prefill": rounds * prefill, "decode": decode * each}
@@ -205,7 +205,7 @@ class MeasuredCosts:
         if call.kind == "generate":
             rounds = max(1, -(-call.rows // call.decode_rows))
             prefill = sums(2 * layers, call.prompts / rounds * call.prompt)
-            return rounds * prefill + sum(each.steps * sums(2 * layers, each.rows) for each in _decoding(call))
+            return rounds * prefill + sum(each.steps * sums(2 * layers, each.rows) for each in _decoding(call, mesh))
         backward = 2 if facts_of(call.engine).fused_layers else 4 + call.model.gated
         each = 2 + (backward if call.kind == "train" else 0) + (2 if call.recompute == "full" else 0)
         passes = call.updates * call.passes_per_update
@@ -232,9 +232,9 @@ class MeasuredCosts:
         return call.updates * hops * hop.seconds(call.item * call.model.hidden * tokens / mesh.tp, 1)
 
 
-def _decoding(call: Call) -> tuple[DecodePhase, ...]:
+def _decoding(call: Call, mesh: Mesh) -> tuple[DecodePhase, ...]:
     """Return the decoding steps after the first token, which comes with the prompt."""
-    return decoding(call, DECODERS[call.engine].batching).phases
+    return decoding(call, DECODERS[call.engine].batching, mesh.dp).phases
 
 
 def _sliced(call: Call, mesh: Mesh) -> SlicedModel:
