@@ -17,6 +17,8 @@ from flexrlhf.plan.largest_batch import LargestBatch, largest_batch, with_prompt
 
 LARGEST = 16
 """Most times that a batch is enlarged."""
+MANY = 32
+"""Devices above which it is enlarged fourfold at once."""
 LEAST_GAIN = 0.02
 """Gain below which an even larger batch is not tried."""
 
@@ -40,13 +42,14 @@ class BatchSpeeds:
 
 
 def larger_batches(items: Sequence[FeasibleCandidate]) -> list[BatchSpeeds]:
-    """Return the speeds of ``items`` with their batch, twice as many prompts, and so on, until none fits or gains. The
-    optimizer steps of a step stay."""
-    spec, batch = items[0].candidate.space.spec, items[0].candidate.space.batch
+    """Return the speeds of ``items`` with their batch, twice as many prompts (four times on more than ``MANY``
+    devices), and so on, until none fits or gains. The optimizer steps of a step stay."""
+    space = items[0].candidate.space
+    spec, batch, factor = space.spec, space.batch, 2 if space.pool.num_devices <= MANY else 4
     prompts = spec.algorithm.prompts_per_step
     most = min(LARGEST, MAX_ROWS // batch.num_rows) * prompts
     found = [BatchSpeeds(prompts, tuple(items))]
-    while (prompts := 2 * prompts) <= most:
+    while (prompts := factor * prompts) <= most:
         # placements have the same options, whatever their schedules
         known: list[OptionEnumerator] = []
         larger = BatchSpeeds(prompts, tuple(_with_prompts(item, prompts, known) for item in items))

@@ -97,9 +97,13 @@ class SearchedStep:
 
     def _sync(self, sync: Sync, trained: str, copy: str) -> SearchSync:
         """Return a sync from the task that trains to the part that receives."""
-        base = self.spec.models.of(sync.source.role)
-        side = partial(_sync_side, base is not None and base.lora is not None)
+        side = partial(_sync_side, self._gathers(sync))
         return SearchSync(trained, copy, partial(self._sync_seconds, sync), sync.every, sync.overlaps, side)
+
+    def _gathers(self, sync: Sync) -> bool:
+        """Whether the ranks of the source gather adapters."""
+        base = self.spec.models.of(sync.source.role)
+        return base is not None and base.lora is not None
 
     def _rows(self) -> Iterator[RowTransfer]:
         """Yield transfers of columns, and waits between models that must not share a device."""
@@ -130,8 +134,16 @@ class SearchedStep:
     def _sync_seconds(self, sync: Sync, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         if relation != ("disjoint" if self.has_shadows else "same"):
             return FORBIDDEN
-        weights = self._weights(self.sketch.placement[sync.destination], to, sync.overlaps)
-        return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
+        # searches with other limits, chunks and lags ask again
+        ends = _sync_side(self._gathers(sync), source), _sync_side(self._gathers(sync), to)
+        return self.enumerator.memo.cached(
+            ("sync", sync.destination, sync.overlaps, *ends, relation, self.cluster.num_nodes > 1),
+            lambda: (
+                self._between(source, to, relation)
+                .sync_cost(self.costs, self._weights(self.sketch.placement[sync.destination], to, sync.overlaps))
+                .seconds
+            ),
+        )
 
     def _weights(self, follower: PlacedModel, to: LinkEnd, overlaps: bool = False) -> SyncWeights:
         """Return the weights that a sync sends to ``follower``."""
