@@ -241,11 +241,33 @@ class PartialAssignments:
         return figures
 
 
-def partial_bound(tables: Tables, floors: Floors, partial: PartialAssignments, is_anywhere: bool = False) -> Floats:
+def partial_bound(tables: Tables, floors: Floors, partial: PartialAssignments, goal: float) -> Floats:
     """Lower bound on the time of any completion of each row, (n,); infinite where a part has no option that fits.
 
-    ``is_anywhere``: the rows have a single part, and hold wherever it is placed.
+    Above ``goal`` it leaves out the time of links, which takes longest to compute.
     """
+    bound = _bound(tables, floors, partial)
+    left = np.flatnonzero(bound < goal)
+    if len(left):
+        bound[left] = _bound(tables, floors, partial.rows(left), has_links=True)
+    return bound
+
+
+def part_bound(tables: Tables, floors: Floors, part: int, shapes: Ints) -> Floats:
+    """Lower bound on the time of any assignment with ``part`` on meshes of ``shapes``, wherever they are, (n,)."""
+    columns = np.zeros((len(shapes), 1), dtype=np.int64)
+    partial = PartialAssignments((part,), columns, shapes[:, None], columns + UNDECIDED)
+    return _bound(tables, floors, partial, is_anywhere=True)
+
+
+def _bound(
+    tables: Tables,
+    floors: Floors,
+    partial: PartialAssignments,
+    has_links: bool = False,
+    is_anywhere: bool = False,
+) -> Floats:
+    """Return the bound of each row, (n,). ``is_anywhere``: whether it holds wherever its parts are placed."""
     graph, sizes = tables.graph, tables.sizes[partial.shapes]
     column = {part: index for index, part in enumerate(partial.parts)}
     room = np.full(partial.starts.shape, tables.most_memory)
@@ -261,7 +283,9 @@ def partial_bound(tables: Tables, floors: Floors, partial: PartialAssignments, i
         if number >= 0:
             part = mine[0]
             seconds[call] = of_part[part][:, number] if part in column else float(floors.seconds[part][number])
-    delays = _link_bounds(tables, column, partial, room, seconds)
+    delays: list[Floats | float] = [0.0] * len(tables.links)
+    if has_links:
+        delays = _link_bounds(tables, column, partial, room, seconds)
     overlaps = _overlaps(tables, floors, partial.parts, partial.starts, sizes)
     areas = {w: _area(tables, floors, w, partial, of_part, sizes) / tables.num_devices for w in floors.areas}
     whole = areas.pop(WHOLE)

@@ -19,6 +19,7 @@ from flexrlhf.guideline.search.bounds import (
     PartialAssignments,
     areas_of,
     floors_of,
+    part_bound,
     partial_bound,
     partial_over,
 )
@@ -190,7 +191,7 @@ class _MeshSearch:
         while len(partial.parts) < len(self.order) and len(partial) and not self.state.is_exhausted:
             partial = self._children(partial, floors)
             self.state.count(len(partial))
-            bounds = partial_bound(self.tables, floors, partial)
+            bounds = partial_bound(self.tables, floors, partial, self.state.goal)
             kept = np.argsort(bounds, kind="stable")[:BEAM]
             kept = kept[bounds[kept] < self.state.goal]
             partial, bounds = partial.rows(kept), bounds[kept]
@@ -236,11 +237,10 @@ class _MeshSearch:
             floors = floors_of(self.tables, self.areas, allowed)
             before = int(allowed.sum())
             for part in range(len(self.tables.parts)):
-                shapes = np.flatnonzero(allowed[part])[:, None]
-                partial = PartialAssignments((part,), np.zeros_like(shapes), shapes, np.full_like(shapes, UNDECIDED))
-                kept = self.state.below_goal(partial_bound(self.tables, floors, partial, is_anywhere=True))
+                shapes = np.flatnonzero(allowed[part])
+                kept = self.state.below_goal(part_bound(self.tables, floors, part, shapes))
                 allowed[part] = False
-                allowed[part, shapes[kept, 0]] = True
+                allowed[part, shapes[kept]] = True
             if int(allowed.sum()) == before:
                 return floors
         return None
@@ -283,7 +283,7 @@ class _MeshSearch:
     def _push(self, partial: PartialAssignments, floors: Floors) -> None:
         """Store rows below the goal as branches of at most ``ROWS``."""
         self.state.count(len(partial))
-        bounds = partial_bound(self.tables, floors, partial)
+        bounds = partial_bound(self.tables, floors, partial, self.state.goal)
         fitting = np.isfinite(bounds)
         self.state.pruned_by_memory += int((~fitting).sum())
         partial, bounds = partial.rows(fitting), bounds[fitting]
