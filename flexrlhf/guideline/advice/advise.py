@@ -32,7 +32,13 @@ from flexrlhf.guideline.advice.guideline_plan import GuidelineResult, guideline
 from flexrlhf.guideline.advice.lags import with_larger_lags
 from flexrlhf.guideline.advice.limits import RefusedSettings, SpaceLimits
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
-from flexrlhf.guideline.advice.proposals import TOO_LARGE, fastest_chunking, in_problem, with_fastest_settings
+from flexrlhf.guideline.advice.proposals import (
+    TOO_LARGE,
+    choose_settings,
+    fastest_chunking,
+    in_problem,
+    with_fastest_settings,
+)
 from flexrlhf.guideline.advice.published import usual
 from flexrlhf.guideline.advice.refinement import refined, with_planned_settings
 from flexrlhf.guideline.advice.refusal import lag_text, last_resort, nothing_fits, refusal_text
@@ -64,7 +70,7 @@ USUAL_SECONDS = 4.0
 """Most work of the search for the settings of a usual placement."""
 PROPOSALS = 6
 """Times that a method proposes a placement, each without what plans have rejected of the ones before."""
-PLANS_SECONDS = 10.0
+PLANS_SECONDS = 6.0
 """Work of plans after which only those are made that may be the fastest."""
 PLAN_SECONDS, DEVICE_SECONDS = 0.02, 0.001
 """Work of a plan and of its simulation, and in addition for each device, in seconds of an ordinary core."""
@@ -365,7 +371,7 @@ def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequ
     best = next((each for each in (first, lean) if each is not None and _is_found(each)), None)
     if best is not None and not is_short_of_memory(space, best.assignment, best.seconds, margin):
         return
-    if lean is None and plain.leaner is not None:
+    if lean is None and plain.leaner is not None and (best is None or _is_faster(plain.leaner, best)):
         # what a plan has rejected without, it rejects with it
         limits = next((each.space.limits for each in compared.proposed if each.name == label), plain.limits)
         compared.search(
@@ -373,6 +379,16 @@ def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequ
         )
     for label, offloaded in offloaded_spaces(space, offload_sets(space)):
         compared.search(label, offloaded, _seeds(others, offloaded))
+
+
+def _is_faster(space: Space, best: SearchResult) -> bool:
+    """Whether a step of ``space`` is faster than ``best`` on its meshes, or with all models on all devices."""
+    own = {choice.part: tuple(range(choice.start, choice.start + choice.size)) for choice in best.assignment}
+    for ranks in (own, dict.fromkeys(own, tuple(range(space.pool.num_devices)))):
+        chosen = choose_settings(space, ranks)
+        if not isinstance(chosen, str) and evaluate(space.problem, chosen) < (1 - GAP) * best.seconds:
+            return True
+    return False
 
 
 def _own_lag(base: Space) -> int:

@@ -33,7 +33,7 @@ REFINED = 3
 """Placements whose settings are changed with their plans: the fastest ones, and the one to use."""
 NEAR = 0.1
 """Share of the fastest one's seconds by which they may be slower."""
-DEVICES_PLANNED = 1600
+DEVICES_PLANNED = 1024
 """Plans of changes of each of them are of so many devices together."""
 MOST_PLANS = 40
 """Most plans of changes of each of them."""
