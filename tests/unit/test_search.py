@@ -13,7 +13,14 @@ import pytest
 
 from benchmarks.fast_walk import overlaps_of, play
 from flexrlhf.guideline.search.assignments import clock
-from flexrlhf.guideline.search.bounds import cycle_bound
+from flexrlhf.guideline.search.bounds import (
+    UNDECIDED,
+    PartialAssignments,
+    areas_of,
+    cycle_bound,
+    floors_of,
+    partial_bound,
+)
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.evaluate import call_graph, call_seconds, evaluate
 from flexrlhf.guideline.search.evaluate import link_seconds as seconds_of_link
@@ -31,6 +38,7 @@ from flexrlhf.guideline.search.problem import (
     SearchSync,
     SearchTask,
 )
+from flexrlhf.guideline.search.tables import tables_of
 from flexrlhf.placement.routes import Relation
 
 SCALE = {"same": 0.2, "overlapping": 0.5, "disjoint": 1.0}
@@ -221,6 +229,27 @@ def test_the_bound_holds_whenever_the_search_stops(limit: float) -> None:
     stopped = search(problem, limit)
     assert stopped.bound <= best.seconds * (1 + 1e-9)
     assert stopped.seconds >= best.seconds * (1 - 1e-9)
+
+
+def test_a_sync_of_options_that_do_not_fit_lowers_no_bound() -> None:
+    """The copy leaves 6 bytes of 10 to the trained model, whose option with a fast sync takes 9."""
+
+    def options(resting: dict[int, float]) -> SearchPart:
+        stated = [Option((1.0,), size, 0.0, layout, layout) for layout, size in resting.items()]
+        return SearchPart("copy" if len(stated) == 1 else "trained", lambda shape: stated)
+
+    def seconds(source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
+        return 3.0 if source.layout == 0 else 0.0
+
+    parts = options({0: 5.0, 1: 9.0}), options({0: 4.0})
+    calls = SearchTask("generate", "copy"), SearchTask("train", "trained", ("generate",))
+    problem = SearchProblem(DevicePool.of(1, 1, 10.0), parts, (*calls, SearchSync("train", "copy", seconds)))
+    tables = tables_of(problem)
+    floors = floors_of(tables, areas_of(tables), np.ones((2, len(tables.shapes)), dtype=np.bool_))
+    row = np.zeros((1, 2), dtype=np.int64)
+    undecided = PartialAssignments((0, 1), row, row, row + UNDECIDED)
+    assert partial_bound(tables, floors, undecided, math.inf) == [search(problem).seconds] == [5.0]
+    assert partial_bound(tables, floors, undecided, 1.0) == [2.0], "above the goal links are left out"
 
 
 @pytest.mark.parametrize("gap", [0.02, 0.2])
