@@ -21,9 +21,6 @@ from flexrlhf.guideline.search.tables import Bools, Ints, Tables
 
 MOST_SIZES = 32
 """Most numbers of devices that a model is tried on: with more devices their multiples of one number, and the rest."""
-FEWER_SIZES = 16
-"""The same of more than ``MANY`` devices, whose plans take long, too."""
-MANY = 256
 
 
 MOST_STARTS = 256
@@ -34,7 +31,7 @@ def step_of(pool: DevicePool) -> int:
     """Return the devices of which sizes are multiples: a part of a node or whole nodes, and of the cluster if one of at
     most twice as many is."""
     end, node = pool.num_devices, pool.per_node
-    least = -(-end // (MOST_SIZES if end <= MANY else FEWER_SIZES))
+    least = -(-end // MOST_SIZES)
     steps = [step for step in range(least, 2 * least + node) if node % step == 0 or step % node == 0]
     return next((step for step in steps if end % step == 0), steps[0])
 
