@@ -57,8 +57,6 @@ class AllowedSettings:
                 continue
             stages: dict[int, list[PlacedModel]] = {}
             for zero, shard in product(self.tried.stages(model, base), self.tried.shards(model, mesh, own)):
-                if zero == 2 and shard == "node" and not model.trained and "shard" not in self.tried.fixed(model):
-                    continue  # gathered once a call, wherever its shards are
                 change = {"zero": zero, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "shard": shard}
                 sharded = self._as_set(model, mesh, layout, own.model_copy(update=change))
                 if sharded is not None and self.is_allowed(model, mesh, sharded):

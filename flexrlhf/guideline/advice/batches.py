@@ -19,7 +19,7 @@ LARGEST = 16
 """Most times that a batch is enlarged."""
 MANY = 32
 """Devices above which it is enlarged fourfold at once."""
-LEAST_GAIN = 0.01
+LEAST_GAIN = 0.02
 """Gain below which an even larger batch is not tried."""
 
 

@@ -158,11 +158,11 @@ class TriedSettings:
         return self.shapes[model.role].num_parameters * item >= LARGE * room
 
     def stages(self, model: SearchModel, base: ModelSpec) -> tuple[int, ...]:
-        """ZeRO stages that are tried; of a copy that is not trained none that store its weights as a lower one does."""
-        in_yaml, facts = self._in_yaml(model, base, "zero"), self.facts(model, base)
+        """ZeRO stages that are tried; of a copy that is not trained weights on each rank, or sharded in passes, too."""
+        in_yaml, stages = self._in_yaml(model, base, "zero"), self.facts(model, base).zero
         if in_yaml is not None:
             return (in_yaml,)
-        return tuple(stage for stage in facts.zero if model.trained or not stage or facts.split(stage) != "whole")
+        return stages if model.trained else tuple(stage for stage in stages if stage in (0, 3))
 
     def _in_yaml(self, model: SearchModel, base: ModelSpec, setting: str) -> int | None:
         """Value of a setting of this copy in the YAML; None: it is open."""
