@@ -383,7 +383,7 @@ def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequ
 
 def _is_faster(space: Space, best: SearchResult) -> bool:
     """Whether a step of ``space`` is faster than ``best`` on its meshes, or with all models on all devices."""
-    own = {choice.part: tuple(range(choice.start, choice.start + choice.size)) for choice in best.assignment}
+    own = {choice.part: choice.ranks for choice in best.assignment}
     for ranks in (own, dict.fromkeys(own, tuple(range(space.pool.num_devices)))):
         chosen = choose_settings(space, ranks)
         if not isinstance(chosen, str) and evaluate(space.problem, chosen) < (1 - GAP) * best.seconds:

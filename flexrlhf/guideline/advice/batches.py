@@ -110,7 +110,7 @@ def _with_prompts(item: FeasibleCandidate, prompts: int, known: list[OptionEnume
     if larger is None:
         return None
     meshes = candidate.assignment or ()
-    chosen = choose_settings(larger, {each.part: tuple(range(each.start, each.start + each.size)) for each in meshes})
+    chosen = choose_settings(larger, {each.part: each.ranks for each in meshes})
     if isinstance(chosen, str):
         return None
     found = check(Candidate(candidate.method, candidate.name, larger, refined(larger, chosen)))

@@ -279,7 +279,7 @@ class OperatorSpace(Space):
     def _entry(self, choice: Choice) -> OperatorPlacement:
         settings, model = choice.option.settings, self.spec.models.of(self.placed_operators[choice.part].role)
         assert isinstance(settings, ModelSpec) and model is not None, "options of a Space have settings"
-        ranks, is_kept = tuple(range(choice.start, choice.start + choice.size)), self.sketch.is_kept(choice.part)
+        ranks, is_kept = choice.ranks, self.sketch.is_kept(choice.part)
         if self.sketch.is_of_rollout(choice.part):
             pp = None if settings.pp == self.spec.rollout.pp else settings.pp
             return OperatorPlacement(ranks=ranks, tp=settings.tp, pp=pp, shadow=is_kept)

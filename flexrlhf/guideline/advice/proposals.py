@@ -77,7 +77,7 @@ def _placement(space: Space, spec: Spec, assignment: Assignment) -> Vector | Pla
     placed = [choice for choice in assignment if space.has_shadows or not ModelName(choice.part).is_rollout]
     total = space.pool.num_devices
     vector = tuple(Fraction(choice.size, total) for choice in placed)
-    ranks = {choice.part: tuple(range(choice.start, choice.start + choice.size)) for choice in placed}
+    ranks = {choice.part: choice.ranks for choice in placed}
     mirrored = {name: tuple(total - 1 - rank for rank in reversed(mine)) for name, mine in ranks.items()}
     packed = vector_ranks(space, vector)
     if packed == ranks or (packed == mirrored and len(set(space.pool.nodes)) == 1):

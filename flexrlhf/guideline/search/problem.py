@@ -378,6 +378,10 @@ class Choice:
     size: int
     option: Option
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.start, self.start + self.size))
+
 
 Assignment = tuple[Choice, ...]
 """A choice for every part, in the problem's order."""
