@@ -181,12 +181,18 @@ class _Position:
         return box
 
 
-def parts_on(model: PlacedModel, shape: ModelShape, rank: int) -> Mapping[str, Part]:
+def parts_on(model: PlacedModel, shape: ModelShape, rank: int, names: frozenset[str] | None = None) -> Parts:
     """Return the part of every parameter of the pipeline stage on ``rank``, by name.
 
-    Ranks at the same position share the result.
+    Ranks at the same position share the result. ``names``: of the parameters in question; None: all.
     """
-    return parts_of(model, shape_on(model, shape, rank).parameters, rank, shape.sizes)
+    return parts_of(model, named(shape_on(model, shape, rank).parameters, names), rank, shape.sizes)
+
+
+@lru_cache(maxsize=256)
+def named(parameters: Parameters, names: frozenset[str] | None) -> Parameters:
+    """Return those of ``parameters`` that are called ``names``; None: all."""
+    return parameters if names is None else HashedParameters(each for each in parameters if each[0] in names)
 
 
 def shape_on(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
@@ -235,10 +241,10 @@ def part_elements(parts: Parts, names: Sequence[str]) -> int:
     return sum(parts[name].num_elements for name in names)
 
 
-def trained_parts(model: PlacedModel, shape: ModelShape, rank: int) -> Parts:
-    """Return the part on ``rank`` of each parameter that training changes, by name."""
-    parts, stored = parts_on(model, shape, rank), shape_on(model, shape, rank)
-    return {name: parts[name] for name, _ in stored.trained} if stored.adapters else parts
+def trained_parts(model: PlacedModel, shape: ModelShape, rank: int, names: frozenset[str] | None = None) -> Parts:
+    """Return the part on ``rank`` of each parameter that training changes, by name. ``names``: as of ``parts_on``."""
+    parts, stored = parts_on(model, shape, rank, names), shape_on(model, shape, rank)
+    return {name: parts[name] for name, _ in named(stored.trained, names)} if stored.adapters else parts
 
 
 def last_words(name: str) -> str:

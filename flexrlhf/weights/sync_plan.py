@@ -14,7 +14,7 @@ from flexrlhf.config.model_settings import Dtype, LoraSpec
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.lora import adapters_to_merge, is_merged, merged_from, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
-from flexrlhf.weights.shards import Part, Parts, by_position, parts_on, trained_parts
+from flexrlhf.weights.shards import Part, Parts, by_position, named, parts_on, trained_parts
 from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan, WeightMessage
 from flexrlhf.weights.transfers import Holdings, NodeOf, alike, mean_links, overlap, plan_transfers
 
@@ -216,10 +216,11 @@ def lacking(own: Parts, needed: Parts) -> int:
     alike_pairs: dict[tuple[int, int], list[tuple[Part, Part | None]]] = defaultdict(list)
     for pair in pairs:
         alike_pairs[id(pair[0]), id(pair[1])].append(pair)
-    return sum(len(each) * _uncovered(*each[0]) for each in alike_pairs.values())
+    return sum(len(each) * uncovered(*each[0]) for each in alike_pairs.values())
 
 
-def _uncovered(part: Part, own: Part | None) -> int:
+def uncovered(part: Part, own: Part | None) -> int:
+    """Return the elements of ``part`` that ``own``, of the same tensor, does not have."""
     return part.num_elements - (0 if own is None else overlap(own, part))
 
 
@@ -243,12 +244,23 @@ def adapter_gathers(
     return tuple(dict.fromkeys(map(source.shard_set, source.ranks))) if merges and source.num_shards > 1 else ()
 
 
-def sent_parts(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> Parts:
-    """Return the part of ``source`` on ``rank`` of each weight that is sent, by the copy's names."""
-    parts = parts_on(source, shape, rank)
+def sent_parts(
+    source: PlacedModel,
+    destination: PlacedModel,
+    shape: ModelShape,
+    rank: int,
+    names: frozenset[str] | None = None,
+) -> Parts:
+    """Return the part of ``source`` on ``rank`` of each weight that is sent, by the copy's names.
+
+    ``names``: of the weights in question; None: all.
+    """
+    sent = named(shape_of(destination, shape).trained, names)
     if not is_merged(destination, shape):
-        return {name: parts[name] for name, _ in shape_of(destination, shape).trained if name in parts}
-    bases = {name: merged_from(name)[0] for name, _ in shape_of(destination, shape).trained}
+        parts = parts_on(source, shape, rank, names)
+        return {name: parts[name] for name, _ in sent if name in parts}
+    bases = {name: merged_from(name)[0] for name, _ in sent}
+    parts = parts_on(source, shape, rank, None if names is None else frozenset(bases.values()))
     return {name: parts[base] for name, base in bases.items() if base in parts}
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Part, Parts, position_of, trained_parts
-from flexrlhf.weights.sync_plan import is_in_place, lacking, sent_parts
+from flexrlhf.weights.sync_plan import is_in_place, sent_parts, uncovered
 from flexrlhf.weights.transfers import NodeOf, overlap
 
 
@@ -82,6 +82,8 @@ class _PairVolumes:
         self._is_in_place = is_in_place(source, destination)
         self._found: dict[object, Volumes] = {}
         self._parts: dict[object, Parts] = {}
+        self._numbers = _alike_weights(pair)
+        self._names = frozenset(self._numbers)
         common = set(source.ranks) & set(destination.ranks)
         self._times = 1 + bool(common and common != set(destination.ranks))
         self._nodes: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -104,27 +106,41 @@ class _PairVolumes:
         return self._found[key]
 
     def _volumes(self, own: Parts, needed: Parts, here: _NodeParts | None, overlaps: bool) -> Volumes:
-        received = lacking(own, needed)
+        numbers = self._numbers
+        received = sum(numbers[name] * uncovered(part, own.get(name)) for name, part in needed.items())
         if self._is_in_place:
             return Volumes(0, received, received, 0)
-        copies = _copies_in_replica(self._pair.destination, self._pair.shape) if own else {}
-        packed = self._times * sum(part.num_elements * copies.get(name, 1) for name, part in own.items())
-        far = [*here.crossing(needed)] if here is not None else []
+        sizes = (numbers[name] * self._copies.get(name, 1) * part.num_elements for name, part in own.items())
+        packed = self._times * sum(sizes)
+        far = [] if here is None else [(numbers[name], *here.crossing(name, part)) for name, part in needed.items()]
         pieces = [(number * -(-elements // ranks), ranks) for number, elements, ranks in far]
         first = received - sum(number * elements for number, elements, _ in far) + sum(size for size, _ in pieces)
         # also to another node, where a chain has several
         is_chained = not overlaps and self._num_receiving > 1
         return Volumes(packed, first, received, sum(size for size, ranks in pieces if ranks > 1 or is_chained))
 
+    @cached_property
+    def _copies(self) -> Mapping[str, int]:
+        """How many ranks of one replica of the copy store the same part of a weight, by name; of one that is not split
+        all of them."""
+        replica = self._pair.destination.layout.of_weights.replica_sets[0]
+        found: dict[str, list[Part]] = defaultdict(list)
+        for rank in replica:
+            for name, part in (self._needed(rank) or {}).items():
+                found[name].append(part)
+        kinds = {name: len({*parts}) for name, parts in found.items()}
+        return {name: len(replica) if kinds[name] == 1 else len(parts) // kinds[name] for name, parts in found.items()}
+
     def _sent(self, rank: int) -> Parts | None:
-        """Return the parts of the trained model on ``rank``; None where it is not."""
+        """Return the parts of the trained model on ``rank``, of one of the weights that are alike each; None where it
+        is not."""
         source, destination, shape = self._pair.source, self._pair.destination, self._pair.shape
-        return self._at(source, rank, lambda: sent_parts(source, destination, shape, rank))
+        return self._at(source, rank, lambda: sent_parts(source, destination, shape, rank, self._names))
 
     def _needed(self, rank: int) -> Parts | None:
-        """Return the parts of the copy on ``rank``; None where it is not."""
+        """Return the parts of the copy on ``rank``, of the same weights; None where it is not."""
         destination, shape = self._pair.destination, self._pair.shape
-        return self._at(destination, rank, lambda: trained_parts(destination, shape, rank))
+        return self._at(destination, rank, lambda: trained_parts(destination, shape, rank, self._names))
 
     def _at(self, model: PlacedModel, rank: int, parts: Callable[[], Parts]) -> Parts | None:
         if rank not in model.layout.places:
@@ -158,34 +174,22 @@ class _NodeParts:
         """Equal for nodes whose ranks share their parts."""
         return frozenset(map(id, self.sent)), tuple(sorted(map(id, self.stored)))
 
-    def crossing(self, parts: Parts) -> Iterator[tuple[int, int, int]]:
-        """Yield of tensors that are split alike their number, the elements of each among ``parts`` that no rank of the
-        node has as source, and the ranks there that store the same.
-        """
-        # layers share their parts
-        alike_names: dict[tuple[object, ...], list[str]] = defaultdict(list)
-        for name, part in parts.items():
-            alike_names[id(part), *(name in each for each in self._names)].append(name)
-        for first, *others in alike_names.values():
-            part = parts[first]
-            known = {each[first] for each in self.sent if first in each}
-            elements = part.num_elements - sum(overlap(each, part) for each in known)
-            yield 1 + len(others), elements, sum(each.get(first) == part for each in self.stored)
-
-    @cached_property
-    def _names(self) -> frozenset[frozenset[str]]:
-        """Names of the tensors that ranks have parts of, which those of a pipeline stage have in common."""
-        return frozenset(frozenset(parts) for parts in {id(each): each for each in (*self.sent, *self.stored)}.values())
+    def crossing(self, name: str, part: Part) -> tuple[int, int]:
+        """Return the elements of ``part`` of a weight that no rank of the node has as source, and the ranks there that
+        store the same."""
+        known = {each[name] for each in self.sent if name in each}
+        elements = part.num_elements - sum(overlap(each, part) for each in known)
+        return elements, sum(each.get(name) == part for each in self.stored)
 
 
-@lru_cache(maxsize=64)
-def _copies_in_replica(model: PlacedModel, shape: ModelShape) -> Mapping[str, int]:
-    """Return how many ranks of one replica store the same part of a trained parameter, by name; of one that is not
-    split all of them."""
-    replica = [trained_parts(model, shape, rank) for rank in model.layout.of_weights.replica_sets[0]]
-    found: dict[str, list[Part]] = defaultdict(list)
-    for parts in replica:
-        for name, part in parts.items():
-            found[name].append(part)
-    kinds = {name: len({*parts}) for name, parts in found.items()}
-    return {name: len(replica) if kinds[name] == 1 else len(parts) // kinds[name] for name, parts in found.items()}
+def _alike_weights(pair: _Pair) -> dict[str, int]:
+    """Return the number of the weights of which any rank stores the same parts, as layers have, by the name of the
+    first of them."""
+    source, destination, shape = pair.source, pair.destination, pair.shape
+    # other ranks of a stage share its parts in the same way
+    stages = [sent_parts(source, destination, shape, rank) for rank in source.layout.pp_set(source.ranks[0])]
+    stages += [trained_parts(destination, shape, rank) for rank in destination.layout.pp_set(destination.ranks[0])]
+    alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in {name: None for parts in stages for name in parts}:
+        alike[tuple(id(parts.get(name)) for parts in stages)].append(name)
+    return {names[0]: len(names) for names in alike.values()}
