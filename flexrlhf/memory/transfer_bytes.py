@@ -16,8 +16,8 @@ from flexrlhf.weights.model_files import BLOCK_BYTES
 from flexrlhf.weights.saving import saved_files, saved_type, written_names
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
 from flexrlhf.weights.shards import part_elements, trained_parts
-from flexrlhf.weights.sync_plan import adapter_elements, sent_dtype
-from flexrlhf.weights.sync_volumes import volumes
+from flexrlhf.weights.sync_plan import sent_dtype
+from flexrlhf.weights.sync_volumes import merged_elements, volumes
 from flexrlhf.weights.transfers import NodeOf
 
 UNDER_WAY = "weights under way"
@@ -68,7 +68,7 @@ def sync_parts(
     if is_merged(destination, shape) and rank in source.ranks:
         largest = max(math.prod(size) for _, size in shape_of(destination, shape).trained)
         region = min(largest, settings.bucket_bytes // item)
-        gathered = 4 * adapter_elements(source, destination, shape, rank)
+        gathered = 4 * merged_elements(source, destination, shape, rank, node_of)
         # the base weights of a region in float32, B A, and their sum
         parts["merged"] = 3 * 4 * region
         parts["gathered"] = _gathering(gathered, len(source.shard_set(rank))) or gathered

@@ -191,7 +191,7 @@ def parts_on(model: PlacedModel, shape: ModelShape, rank: int, names: frozenset[
 
 @lru_cache(maxsize=256)
 def named(parameters: Parameters, names: frozenset[str] | None) -> Parameters:
-    """Return those of ``parameters`` that are called ``names``; None: all."""
+    """Return the ``parameters`` that are called ``names``; None: all."""
     return parameters if names is None else HashedParameters(each for each in parameters if each[0] in names)
 
 

@@ -293,12 +293,14 @@ def _alike_adapters(
 ) -> Iterator[tuple[list[str], list[Part]]]:
     """Yield the adapters that are merged, split alike: their names, and the part of each on each of ``ranks``, of one
     pipeline stage."""
-    shards = [parts_on(source, shape, rank) for rank in ranks]
+    first = parts_on(source, shape, ranks[0])
     # layers share their parts
     alike: dict[int, list[str]] = defaultdict(list)
     for name in _merged_names(destination, shape):
-        if name in shards[0]:
-            alike[id(shards[0][name])].append(name)
+        if name in first:
+            alike[id(first[name])].append(name)
+    firsts = frozenset(names[0] for names in alike.values())
+    shards = [parts_on(source, shape, rank, firsts) for rank in ranks]
     for names in alike.values():
         yield names, [parts[names[0]] for parts in shards]
 

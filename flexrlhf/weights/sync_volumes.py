@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Part, Parts, position_of, trained_parts
-from flexrlhf.weights.sync_plan import is_in_place, sent_parts, uncovered
+from flexrlhf.weights.sync_plan import adapter_elements, is_in_place, sent_parts, uncovered
 from flexrlhf.weights.transfers import NodeOf, overlap
 
 
@@ -57,8 +57,21 @@ def volumes(
     It packs its part of a tensor for each tensor-parallel rank that stores the same; and once more
     where some ranks of the copy have a part themselves and others not, and where some are on a node that has it.
     """
+    return _volumes_between(source, destination, shape, node_of).on(rank, overlaps)
+
+
+def merged_elements(
+    source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int, node_of: NodeOf | None = None
+) -> int:
+    """Return the elements of the adapters that a rank of ``source`` merges before a Sync sends the weights."""
+    return _volumes_between(source, destination, shape, node_of).merged_on(rank)
+
+
+def _volumes_between(
+    source: PlacedModel, destination: PlacedModel, shape: ModelShape, node_of: NodeOf | None
+) -> _PairVolumes:
     stored = tuple(map(_stored, (source, destination)))
-    return _volumes_of(_Pair(stored, shape, node_of, source, destination)).on(rank, overlaps)
+    return _volumes_of(_Pair(stored, shape, node_of, source, destination))
 
 
 def _stored(model: PlacedModel) -> object:
@@ -82,6 +95,7 @@ class _PairVolumes:
         self._is_in_place = is_in_place(source, destination)
         self._found: dict[object, Volumes] = {}
         self._parts: dict[object, Parts] = {}
+        self._merged: dict[object, int] = {}
         self._numbers = _alike_weights(pair)
         self._names = frozenset(self._numbers)
         common = set(source.ranks) & set(destination.ranks)
@@ -105,6 +119,15 @@ class _PairVolumes:
             self._found[key] = self._volumes(own or {}, needed or {}, here, overlaps)
         return self._found[key]
 
+    def merged_on(self, rank: int) -> int:
+        """Return the elements of the adapters that a rank of the trained model merges, once for ranks that gather the
+        same parts."""
+        source, destination, shape = self._pair.source, self._pair.destination, self._pair.shape
+        key = position_of(source, source.shard_set(rank)[0])
+        if key not in self._merged:
+            self._merged[key] = adapter_elements(source, destination, shape, rank)
+        return self._merged[key]
+
     def _volumes(self, own: Parts, needed: Parts, here: _NodeParts | None, overlaps: bool) -> Volumes:
         numbers = self._numbers
         received = sum(numbers[name] * uncovered(part, own.get(name)) for name, part in needed.items())
@@ -121,8 +144,8 @@ class _PairVolumes:
 
     @cached_property
     def _copies(self) -> Mapping[str, int]:
-        """How many ranks of one replica of the copy store the same part of a weight, by name; of one that is not split
-        all of them."""
+        """Number of ranks of one replica of the copy that store the same part of a weight, by name; of one that is not
+        split all of them."""
         replica = self._pair.destination.layout.of_weights.replica_sets[0]
         found: dict[str, list[Part]] = defaultdict(list)
         for rank in replica:
