@@ -9,7 +9,7 @@ later chunk. Columns leave for all their readers right after the runs of the wav
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
@@ -235,6 +235,7 @@ class Builder:
 
     produced:   column → rank → prompts that the rank computed.
     available:  column → rank → prompts that the rank has, computed or received.
+    known:      prompts of mini-batches by rank, for each layout that was needed so far.
     """
 
     placement: Placement
@@ -242,9 +243,7 @@ class Builder:
     lag: int = 0
     produced: dict[str, Holdings] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
     available: dict[str, Holdings] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
-
-    def __post_init__(self) -> None:
-        self._prompts = lru_cache(maxsize=None)(self.shape.prompts_on)
+    known: dict[object, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def emit(self, tasks: list[OperatorTask]) -> list[Instruction]:
         """Return, wave by wave and chunk by chunk, the runs, then the moves of their columns to later readers.
@@ -271,11 +270,11 @@ class Builder:
         """Return the Run of ``task`` and record the columns that its ranks now have."""
         model, layout = self.model_of(task.operator), self.layout_of(task.operator)
         mini_batches = self.mini_batches(task)
-        for rank in model.ranks:
-            prompts = self._prompts(layout, rank, mini_batches, task.attempt)
-            for column in task.operator.writes:
-                self.produced[column][rank].update(prompts)
-                self.available[column][rank].update(prompts)
+        prompts = self._prompts(layout, mini_batches, task.attempt)
+        for column in task.operator.writes:
+            for holdings in (self.produced[column], self.available[column]):
+                for rank in model.ranks:
+                    holdings[rank].update(prompts[rank])
         return Run(
             ranks=model.ranks,
             lag=self.lag,
@@ -322,9 +321,19 @@ class Builder:
     def _needs(self, layouts: tuple[Layout, ...], writer: OperatorTask) -> Holdings:
         needed: Holdings = defaultdict(set)
         for layout in layouts:
-            for rank in layout.ranks:
-                needed[rank].update(self._prompts(layout, rank, self.mini_batches(writer), writer.attempt))
+            for rank, prompts in self._prompts(layout, self.mini_batches(writer), writer.attempt).items():
+                needed[rank].update(prompts)
         return needed
+
+    def _prompts(self, layout: Layout, mini_batches: range, attempt: int | None) -> Mapping[int, tuple[int, ...]]:
+        """Return the prompts of ``mini_batches`` on each rank under ``layout``, as of ``BatchShape.prompts_on``; the
+        ranks of a replica share them."""
+        key = layout, mini_batches, attempt
+        if key not in self.known:
+            firsts = {layout.replica(rank): rank for rank in reversed(layout.ranks)}
+            parts = {at: self.shape.prompts_on(layout, rank, mini_batches, attempt) for at, rank in firsts.items()}
+            self.known[key] = {rank: parts[layout.replica(rank)] for rank in layout.ranks}
+        return self.known[key]
 
     def _lacks(self, column: str, reader: OperatorTask, writer: OperatorTask) -> bool:
         """Whether a rank of the reader misses prompts of the mini-batches that both work on, of what it reads."""
@@ -333,10 +342,8 @@ class Builder:
             return False
         both = common_range(self.mini_batches(reader), self.mini_batches(writer))
         layout, available = self.layout_of(reader.operator), self.available[column]
-        return any(
-            not available.get(rank, set()).issuperset(self._prompts(layout, rank, both, writer.attempt))
-            for rank in layout.ranks
-        )
+        needed = self._prompts(layout, both, writer.attempt)
+        return any(not available.get(rank, set()).issuperset(prompts) for rank, prompts in needed.items())
 
     def _all_have(self, columns: list[tuple[str, OperatorTask]], ranks: tuple[int, ...]) -> bool:
         """Whether each of ``ranks`` has all rows that the writers of ``columns`` wrote."""
