@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from flexrlhf.memory.budget import Compute, Copying, NamedBytes, Phase, Sizing, Work
 from flexrlhf.memory.states import State, reused_bytes
@@ -34,12 +35,18 @@ class RankMemory:
     loading: int
     loads_whole: bool
 
-    @property
+    def on(self, rank: int) -> RankMemory:
+        """Return the memory of ``rank``, which has the same work."""
+        other = replace(self, rank=rank)
+        vars(other).update(peak=self.peak, peak_bytes=self.peak_bytes)
+        return other
+
+    @cached_property
     def peak(self) -> Phase | None:
         """Phase with the highest total; None on a rank without work."""
         return max(self.phases, key=lambda phase: phase.total, default=None)
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """Peak bytes on the device, as far as they are known."""
         resting = sum(state.resting for state in self.states.values() if state is not None)

@@ -12,7 +12,6 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import most_cache_tokens, padded_row
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.workload import first_alike
 from flexrlhf.text import counted
 
 ROUNDS = 4
@@ -70,7 +69,10 @@ def _fits(plan: Plan, only: int | None = None) -> bool:
 def _with_tokens(plan: Plan, tokens: int) -> Plan:
     """Return ``plan`` with room for ``tokens`` in the cache of its rollout engine, or of one of each operator."""
     placed = tuple(_sized(each, tokens, plan.spec) if each.has_cache else each for each in plan.placement.models)
-    return replace(plan, placement=replace(plan.placement, models=placed))
+    sized = replace(plan, placement=replace(plan.placement, models=placed))
+    # it depends on layouts alone
+    vars(sized)["alike"] = plan.alike
+    return sized
 
 
 def _sized(model: PlacedModel, tokens: int, spec: Spec) -> PlacedModel:
@@ -84,8 +86,7 @@ def _most_tokens(plan: Plan, model: PlacedModel) -> int:
     least as many as it has."""
     had = plan.placement[model.name].settings.generate_tokens
     whole = most_cache_tokens(plan.spec, model.layout)
-    alike = first_alike(plan.schedule.instructions, plan.placement, plan.batch, plan.cluster)
-    ranks = {alike[rank]: each for each in plan.placement.models if each.has_cache for rank in each.ranks}
+    ranks = {plan.alike[rank]: each for each in plan.placement.models if each.has_cache for rank in each.ranks}
     limits = {rank: max(FILLED * (plan.device_bytes(rank) or 0), plan.memories[rank].peak_bytes) for rank in ranks}
     block, tokens, fitting = model.facts.cache_block, whole, had
     # calls need less memory next to a smaller cache, so one that is smaller by what is lacking fits

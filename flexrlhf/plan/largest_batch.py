@@ -15,7 +15,6 @@ from fractions import Fraction
 from flexrlhf.config.spec import MAX_ROWS, Spec
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.workload import first_alike
 from flexrlhf.weights.shapes import read_config
 
 MOST_TOKENS = 2**24
@@ -129,8 +128,7 @@ def _token_limits(plan: Plan) -> list[tuple[int, str]]:
 
 def _device_sizes(plan: Plan) -> Mapping[int, int] | None:
     """Return the bytes of the devices of ranks with different work; None if one is unknown."""
-    alike = first_alike(plan.schedule.instructions, plan.placement, plan.batch, plan.cluster)
-    sizes = {rank: plan.device_bytes(rank) for rank in sorted(set(alike.values()))}
+    sizes = {rank: plan.device_bytes(rank) for rank in sorted(set(plan.alike.values()))}
     known = {rank: size for rank, size in sizes.items() if size is not None}
     return known if len(known) == len(sizes) else None
 

@@ -77,11 +77,19 @@ class Plan:
             self.row_bytes_in_flight,
             self.spec.debug.prefetched_reloads,
         )
-        instructions, offloaded = with_residency(self.schedule.instructions, memory, only)
+        instructions, offloaded = with_residency(self.schedule.instructions, memory, self.alike, only)
         plan = replace(self, schedule=replace(self.schedule, instructions=instructions), offloaded=offloaded)
         # it depends on no instruction, and has computed most of the new plan's phases
         vars(plan)["sizing"] = self.sizing
+        if only is None:
+            # ranks that are alike offload alike
+            vars(plan)["alike"] = self.alike
         return plan
+
+    @cached_property
+    def alike(self) -> Mapping[int, int]:
+        """Rank → first rank with the same work on the same kind of device."""
+        return first_alike(self.schedule.instructions, self.placement, self.batch, self.cluster)
 
     def model(self, role: str) -> ModelSpec:
         """Return the resolved settings of a role of the graph."""
@@ -302,9 +310,8 @@ class Plan:
 
     def memories_by(self, sizing: Sizing) -> tuple[RankMemory, ...]:
         """Return the memory of every rank; ranks with the same work share one computation."""
-        alike = first_alike(self.schedule.instructions, self.placement, self.batch, self.cluster)
-        computed = {rank: self.memory(rank, sizing) for rank in set(alike.values())}
-        return tuple(replace(computed[first], rank=rank) for rank, first in sorted(alike.items()))
+        computed = {rank: self.memory(rank, sizing) for rank in set(self.alike.values())}
+        return tuple(computed[first].on(rank) for rank, first in sorted(self.alike.items()))
 
 
 def own_texts(lengths: Lengths, texts: SequenceLengths) -> dict[str, SequenceLengths]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName, Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Release, Reload, Run, Save, Sync
 from flexrlhf.strategies.prefetch import Residence, Transition, Transitions, bring_forward, stored_late
-from flexrlhf.strategies.workload import first_alike, works_of
+from flexrlhf.strategies.workload import works_of
 
 TRAINING = ("train", "update")
 MAX_ROUNDS = 8
@@ -257,16 +257,16 @@ def sleepers(placement: Placement) -> frozenset[ModelName]:
 
 
 def with_residency(
-    instructions: Sequence[Instruction], memory: DeviceMemory, only: int | None = None
+    instructions: Sequence[Instruction], memory: DeviceMemory, alike: Mapping[int, int], only: int | None = None
 ) -> tuple[tuple[Instruction, ...], dict[int, tuple[ModelName, ...]]]:
     """Return ``instructions`` with the evictions that every rank needs, and by rank the models that start offloaded.
 
-    only:  the rank whose evictions are wanted; those of others are left out.
+    alike:  as of ``Plan``.
+    only:   the rank whose evictions are wanted; those of others are left out.
     """
     walks: dict[int, _Walk] = {}
     walked: dict[object, _Walk] = {}
     late = stored_late(instructions)
-    alike = first_alike(instructions, memory.sizing.placement, memory.batch, memory.cluster)
     if only is not None:
         alike = {only: alike[only]}
     for rank in sorted(set(alike.values())):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
 
 from flexrlhf.memory.budget import Compute, Copying, Releasing, Saving, Work
 from flexrlhf.memory.transfer_bytes import WeightSync
@@ -159,10 +161,7 @@ def first_alike(
     layouts = {model.name: {model.layout} for model in placement.models}
     for run in (each for each in instructions if isinstance(each, Run)):
         layouts[run.model].add(run.layout)
-    rows = {
-        model.name: [_rows(layouts[model.name], shapes, each) for each in range(model.layout.dp)]
-        for model in placement.models
-    }
+    rows = {model.name: _rows(layouts[model.name], shapes) for model in placement.models}
     # what a copy reuses depends on the shard of its source
     copies = [model for model in placement.models if model.is_transient]
     shared = {copy.role for copy in copies if not obstacle(placement[copy.role], copy, None)}
@@ -185,10 +184,22 @@ def _position(model: PlacedModel, rank: int, with_shard: bool) -> tuple[int, ...
     return (stage, tp_index, shard) if with_shard else (stage, tp_index)
 
 
-def _rows(layouts: Iterable[Layout], shapes: Iterable[BatchShape], replica: int) -> tuple[object, ...]:
-    """Return the number of prompts of each mini-batch of ``shapes`` on a replica, in each of ``layouts``; the prompts
-    themselves if a protocol splits them, since rows that move to a replica depend on which it has."""
-    parts = [
-        (layout, shape.part(layout, replica, m)) for layout in layouts for shape in shapes for m in shape.mini_batches
-    ]
-    return tuple(len(part) if layout.protocol is None else part for layout, part in parts)
+def _rows(layouts: Iterable[Layout], shapes: Iterable[BatchShape]) -> list[tuple[object, ...]]:
+    """Return for each replica the number of its prompts in each mini-batch of ``shapes``, in each of ``layouts``; the
+    prompts themselves if a protocol splits them, since rows that move to a replica depend on which it has."""
+    of_mini_batches = (
+        _counts(shape, layout.dp, layout.row_shares, m)
+        if layout.protocol is None
+        else [shape.part(layout, replica, m) for replica in range(layout.dp)]
+        for layout in layouts
+        for shape in shapes
+        for m in shape.mini_batches
+    )
+    return list(zip(*of_mini_batches, strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _counts(shape: BatchShape, dp: int, row_shares: tuple[Fraction, ...], mini_batch: int) -> tuple[int, ...]:
+    """Return the number of prompts of a mini-batch on each of ``dp`` replicas."""
+    layout = Layout(tuple(range(dp)), row_shares=row_shares)
+    return tuple(len(shape.part(layout, replica, mini_batch)) for replica in range(dp))
