@@ -235,7 +235,6 @@ class _Cache:
         self.waiting.appendleft((row, self.step - began))
 
 
-@lru_cache(maxsize=1024)
 def paged_decoding(rows: int, pages: Pages, prompt: float, responses: tuple[float, ...]) -> DecodeSteps:
     """Return the decoding of ``rows`` rows whose keys and values outgrow the cache.
 
@@ -243,15 +242,22 @@ def paged_decoding(rows: int, pages: Pages, prompt: float, responses: tuple[floa
     """
     few = min(rows, FOLLOWED)
     scale = rows / few
+    small = Pages(pages.tokens / scale, max(1, round(pages.most_rows / scale)), pages.kept_free)
+    found = _followed(few, small, prompt, responses)
+    phases = tuple(DecodePhase(each.steps, scale * each.rows, each.age) for each in found.phases)
+    return DecodeSteps(phases, scale * found.repeats, scale * found.repeated)
+
+
+@lru_cache(maxsize=1024)
+def _followed(few: int, pages: Pages, prompt: float, responses: tuple[float, ...]) -> DecodeSteps:
+    """Return the decoding of a few rows, one by one, in a cache of as much less."""
     ordered = sorted(max(1.0, length - 1) for length in responses)
     spread = [ordered[(2 * index + 1) * len(ordered) // (2 * few)] for index in range(few)]
     # an order that has little to do with length: every so many of them, a golden section
     stride = next(each for each in range(max(1, round(0.618 * few)), 2 * few + 1) if gcd(each, few) == 1)
-    small = Pages(pages.tokens / scale, max(1, round(pages.most_rows / scale)), pages.kept_free)
-    cache = _Cache([spread[index * stride % few] for index in range(few)], prompt, small)
+    cache = _Cache([spread[index * stride % few] for index in range(few)], prompt, pages)
     cache.waiting.extend((row, 0.0) for row in range(few))
-    phases = tuple(DecodePhase(each.steps, scale * each.rows, each.age) for each in _merged(cache.follow()))
-    return DecodeSteps(phases, scale * cache.repeats, scale * cache.repeated)
+    return DecodeSteps(tuple(_merged(cache.follow())), cache.repeats, cache.repeated)
 
 
 def _merged(phases: Iterator[DecodePhase]) -> Iterator[DecodePhase]:

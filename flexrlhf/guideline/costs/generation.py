@@ -9,7 +9,7 @@ from functools import lru_cache
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.costs.decode_phases import DecodePhase, decoding
 from flexrlhf.guideline.costs.kernels import FIGURES, LAUNCH_SECONDS
-from flexrlhf.guideline.costs.links import all_reduce_seconds
+from flexrlhf.guideline.costs.links import Curve, all_reduce_seconds, all_reduces
 from flexrlhf.guideline.costs.profiles import DecodeProfile, host_factor
 from flexrlhf.guideline.costs.training import expert_seconds, forward_cost, gather_weights_seconds
 
@@ -93,9 +93,8 @@ class _Step:
     gather:    time of gathering weights that ZeRO-3 shards
     reduces:   all-reduces over tensor-parallel ranks
     message:   bytes of one row in one of them
-    one_shot:  latency of the engine's own all-reduce kernel; 0: it has none
-    tensor_reached: share of the speed of these collectives
-    mesh:      where the step runs
+    reduce:    time of one of them, by its bytes
+    ep:        expert-parallel ranks
     """
 
     weights: float
@@ -111,9 +110,8 @@ class _Step:
     gather: float
     reduces: int
     message: float
-    one_shot: float
-    tensor_reached: float
-    mesh: Mesh
+    reduce: Curve
+    ep: int
 
     @classmethod
     def of(cls, call: Call, mesh: Mesh, profile: DecodeProfile) -> _Step:
@@ -153,9 +151,8 @@ class _Step:
             gather=mesh.pp * gather_weights_seconds(call, mesh, profile.passes) if mesh.zero == 3 else 0.0,
             reduces=2 * model.layers if mesh.tp > 1 else 0,
             message=ACTIVATION_BYTES * model.hidden,
-            one_shot=profile.one_shot_seconds,
-            tensor_reached=profile.tensor_reached,
-            mesh=mesh,
+            reduce=_reduces(mesh, profile),
+            ep=mesh.ep,
         )
 
     def through(self, phases: Iterable[DecodePhase], prompt: float) -> dict[str, float]:
@@ -166,11 +163,11 @@ class _Step:
         for phase in phases:
             rows = phase.rows
             if self.experts:
-                weights = self.weights + self.experts * (1 - self.untaken ** (rows * phase.tokens * self.mesh.ep))
+                weights = self.weights + self.experts * (1 - self.untaken ** (rows * phase.tokens * self.ep))
                 read = weights**blend
             multiplied = (read + (rows * phase.tokens * self.row) ** blend) ** (1 / blend)
             cached = rows * (prompt + phase.age) * self.token
-            reduced = self.reduces * self.reduce_seconds(self.message * rows * phase.tokens) if self.reduces else 0.0
+            reduced = self.reduces * self.reduce(self.message * rows * phase.tokens) if self.reduces else 0.0
             steps += phase.steps
             live += phase.steps * rows
             if self.exchange is not None:
@@ -196,12 +193,13 @@ class _Step:
             "scheduler": steps * self.host + live * self.host_row,
         }
 
-    def reduce_seconds(self, size: float) -> float:
-        """Return the time of one all-reduce over tensor-parallel ranks: NCCL's, or the engine's own, in which each
-        rank reads all other ranks' messages at once."""
-        mesh = self.mesh
-        seconds = all_reduce_seconds(size, mesh.tp, mesh.per_node, mesh.links)
-        if self.one_shot and mesh.tp <= mesh.per_node:
-            own = self.one_shot + (mesh.tp - 1) * size / (ONE_SHOT_SHARE * mesh.links.device_gb_s * 1e9)
-            seconds = min(seconds, own)
-        return seconds / self.tensor_reached
+
+def _reduces(mesh: Mesh, profile: DecodeProfile) -> Curve:
+    """Return the time of one all-reduce over tensor-parallel ranks: NCCL's, or the engine's own, in which each rank
+    reads all other ranks' messages at once."""
+    reached, start, others = profile.tensor_reached, profile.one_shot_seconds, mesh.tp - 1
+    library = all_reduces(mesh.tp, mesh.per_node, mesh.links)
+    if not start or mesh.tp > mesh.per_node:
+        return lambda size: library(size) / reached
+    bytes_s = ONE_SHOT_SHARE * mesh.links.device_gb_s * 1e9
+    return lambda size: min(library(size), start + others * size / bytes_s) / reached

@@ -8,6 +8,7 @@ of one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, log2, sqrt
 from pathlib import Path
@@ -15,6 +16,9 @@ from pathlib import Path
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel, Links, Traffic
 from flexrlhf.guideline.costs.profiles import named_rows, read_table
 from flexrlhf.placement.routes import Primitive, Relation
+
+Curve = Callable[[float], float]
+"""Time by bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,11 @@ class LinkFigures:
     share: float
     slow_bytes: float
 
-    def collective(self, size: float, gb_s: float) -> float:
-        """Return the time of ``size`` bytes through a link of ``gb_s``, without hops; the square root's term: short
-        collectives fill the link less."""
-        return self.collective_seconds + (size + sqrt(size * self.slow_bytes)) / (self.share * gb_s * 1e9)
+    def collective(self, gb_s: float) -> Curve:
+        """Return the time of bytes through a link of ``gb_s``, without hops; the square root's term: short collectives
+        fill the link less."""
+        start, slow, bytes_s = self.collective_seconds, self.slow_bytes, self.share * gb_s * 1e9
+        return lambda size: start + (size + sqrt(size * slow)) / bytes_s
 
     def message(self, size: float, gb_s: float) -> float:
         """Return the time of a message without its start."""
@@ -56,10 +61,16 @@ def all_reduce_seconds(
 ) -> float:
     """Return the time of ``size`` bytes on each of ``ranks``, ``per_node`` of them in a node: reduce-scatter and
     all-gather. ``groups`` such collectives run at once and share each node's link. Nodes are a tree, up and down."""
+    return all_reduces(ranks, per_node, links, groups, figures)(size)
+
+
+def all_reduces(ranks: int, per_node: int, links: Links, groups: int = 1, figures: Figures = (WITHIN, ACROSS)) -> Curve:
+    """Return ``all_reduce_seconds`` by the bytes, for many sizes."""
     if ranks <= 1:
-        return 0.0
+        return lambda size: 0.0
     hops = 2 * ceil(log2(_nodes(ranks, per_node))) * figures[1].hop_seconds
-    return hops + _bytes_seconds(2 * size, ranks, per_node, links, groups, figures)
+    passed_on = _passed_on(ranks, per_node, links, groups, figures)
+    return lambda size: hops + passed_on(2 * size)
 
 
 def gather_seconds(
@@ -81,22 +92,25 @@ def gather_seconds(
     within, across = figures
     nodes = _nodes(ranks, per_node)
     hops = (ranks - nodes) * within.hop_seconds + (nodes if nodes > 1 else 0) * across.hop_seconds
-    return pieces * (hops + _bytes_seconds(size / pieces, ranks, per_node, links, groups, figures))
+    return pieces * (hops + _passed_on(ranks, per_node, links, groups, figures)(size / pieces))
 
 
 def _nodes(ranks: int, per_node: int) -> int:
     return ceil(ranks / per_node)
 
 
-def _bytes_seconds(size: float, ranks: int, per_node: int, links: Links, groups: int, figures: Figures) -> float:
-    """Return the seconds in which ranks pass on ``(n - 1) / n`` of the bytes, and nodes as much through their own
-    links; the slower of both counts."""
+def _passed_on(ranks: int, per_node: int, links: Links, groups: int, figures: Figures) -> Curve:
+    """Return the time in which ranks pass on ``(n - 1) / n`` of the bytes, and nodes as much through their own links;
+    the slower of both counts."""
     within, across = figures
-    inside = within.collective((ranks - 1) / ranks * size, links.device_gb_s) if per_node > 1 else 0.0
+    share, inside = (ranks - 1) / ranks, within.collective(links.device_gb_s)
     if ranks <= per_node:
-        return inside
+        return lambda size: inside(share * size)
     nodes = _nodes(ranks, per_node)
-    return max(inside, across.collective((nodes - 1) / nodes * size, links.node_gb_s / groups))
+    of_node, between = (nodes - 1) / nodes, across.collective(links.node_gb_s / groups)
+    if per_node <= 1:
+        return lambda size: max(0.0, between(of_node * size))
+    return lambda size: max(inside(share * size), between(of_node * size))
 
 
 def travel_seconds(traffic: Traffic, links: Links, figures: Figures = (WITHIN, ACROSS)) -> float:
