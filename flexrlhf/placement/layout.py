@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Self
 
 from flexrlhf.config.spec import Spec
@@ -156,15 +157,23 @@ class Layout:
         """
         if self.protocol is not None:
             return self.protocol.parts(self.replica_sets, items)[replica]
+        start, stop = self._starts(len(items), range(replica, replica + 2), turn, blocks)
+        return items[start:stop]
+
+    def sizes(self, size: int, turn: int = 0, blocks: int = 1) -> tuple[int, ...]:
+        """Return the number of items in the ``slice`` of each replica, of ``size`` that no protocol splits."""
+        starts = self._starts(size, range(self.dp + 1), turn, blocks)
+        return tuple(stop - start for start, stop in pairwise(starts))
+
+    def _starts(self, size: int, replicas: range, turn: int, blocks: int) -> list[int]:
+        """Return the first of ``size`` items on each of ``replicas``, the last of which may be behind all."""
         parts = blocks if self.takes_whole(blocks) else self.dp
         if not self.row_shares:  # in whole numbers: called often for a thousand replicas
             each = parts // self.dp
-            start, stop = (block_start(len(items), parts, each * end, turn) for end in (replica, replica + 1))
-        else:
-            shift = Fraction(turn % parts, parts)
-            start = int(len(items) * (self.bounds[replica - 1] if replica else Fraction(0)) + shift)
-            stop = int(len(items) * self.bounds[replica] + shift)
-        return items[start:stop]
+            return [block_start(size, parts, each * replica, turn) for replica in replicas]
+        shift = Fraction(turn % parts, parts)
+        bounds = (self.bounds[replica - 1] if replica else Fraction(0) for replica in replicas)
+        return [int(size * bound + shift) for bound in bounds]
 
 
 def block_start(size: int, blocks: int, block: int, turn: int) -> int:
@@ -290,6 +299,13 @@ class BatchShape:
         if isinstance(numbers, range):
             return self._places(numbers)
         return tuple(prompt for number in numbers for prompt in self._places(range(number, number + 1)))
+
+    def counts(self, layout: Layout, mini_batch: int) -> tuple[int, ...]:
+        """Return the number of prompts of one mini-batch on each replica."""
+        if layout.protocol is not None:
+            return tuple(len(self.part(layout, replica, mini_batch)) for replica in range(layout.dp))
+        sizes = layout.sizes(len(self.numbers(mini_batch)), turn=mini_batch, blocks=self.num_blocks)
+        return tuple(self.segments * self.attempts * size for size in sizes)
 
     def blocks_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[tuple[int, ...], ...]:
         """Return ``prompts_on`` by block. A block that the layout cuts is on several ranks."""

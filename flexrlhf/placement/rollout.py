@@ -118,4 +118,4 @@ def rollout_warnings(spec: Spec, role: str) -> list[str]:
 def _most_prompts(batch: BatchShape, dp: int, row_shares: tuple[Fraction, ...]) -> int:
     """Return the prompts of a step on the replica with most."""
     layout = Layout(tuple(range(dp)), row_shares=row_shares)
-    return max(1, *(sum(len(batch.part(layout, each, m)) for m in batch.mini_batches) for each in range(dp)))
+    return max(1, *map(sum, zip(*(batch.counts(layout, m) for m in batch.mini_batches), strict=True)))

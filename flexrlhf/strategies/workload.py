@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import lru_cache
 
 from flexrlhf.memory.budget import Compute, Copying, Releasing, Saving, Work
 from flexrlhf.memory.transfer_bytes import WeightSync
@@ -188,7 +186,7 @@ def _rows(layouts: Iterable[Layout], shapes: Iterable[BatchShape]) -> list[tuple
     """Return for each replica the number of its prompts in each mini-batch of ``shapes``, in each of ``layouts``; the
     prompts themselves if a protocol splits them, since rows that move to a replica depend on which it has."""
     of_mini_batches = (
-        _counts(shape, layout.dp, layout.row_shares, m)
+        shape.counts(layout, m)
         if layout.protocol is None
         else [shape.part(layout, replica, m) for replica in range(layout.dp)]
         for layout in layouts
@@ -196,10 +194,3 @@ def _rows(layouts: Iterable[Layout], shapes: Iterable[BatchShape]) -> list[tuple
         for m in shape.mini_batches
     )
     return list(zip(*of_mini_batches, strict=True))
-
-
-@lru_cache(maxsize=1024)
-def _counts(shape: BatchShape, dp: int, row_shares: tuple[Fraction, ...], mini_batch: int) -> tuple[int, ...]:
-    """Return the number of prompts of a mini-batch on each of ``dp`` replicas."""
-    layout = Layout(tuple(range(dp)), row_shares=row_shares)
-    return tuple(len(shape.part(layout, replica, mini_batch)) for replica in range(dp))

@@ -314,10 +314,8 @@ def _replica_rows(
 
 def _counted_rows(batch: BatchShape, layout: Layout, mini_batches: range) -> Mapping[int, tuple[int, ...]]:
     samples = batch.samples_per_prompt
-    return {
-        replica: tuple(samples * len(batch.part(layout, replica, m)) for m in mini_batches)
-        for replica in range(layout.dp)
-    }
+    counts = zip(*(batch.counts(layout, m) for m in mini_batches), strict=True)
+    return {replica: tuple(samples * number for number in each) for replica, each in enumerate(counts)}
 
 
 @lru_cache(maxsize=1024)
