@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +16,12 @@ ROUNDING = 1e-9
 """Relative difference below which two assignments take the same time; memory may be exceeded by as much."""
 Overlaps = Mapping[tuple[int, int], "Bools | bool"]
 """Pair of parts (the smaller first) → whether they share a device: by row, or one value for all rows."""
+Columns = Sequence["Ints | int"]
+"""A value of each part: by row, or one for all rows."""
+Spot = tuple[int, int]
+"""A part's start and the position of its option."""
+Key = tuple[tuple[int, ...], tuple[int, ...]]
+"""Starts and options of an assignment."""
 Wait = Floats | float | None
 """Added to the end of an earlier call: 0 in rows that wait for it, minus infinity in others. None: no row waits."""
 
@@ -27,38 +34,65 @@ def assignment_of(tables: Tables, starts: Sequence[int], options: Sequence[int])
     )
 
 
+@dataclass(frozen=True, eq=False)
+class WholeAssignments:
+    """Assignments of ``tables``. ``starts``, ``options``: (n, parts)."""
+
+    tables: Tables
+    starts: Ints
+    options: Ints
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def key(self, row: int) -> Key:
+        """Return the starts and the options of an assignment."""
+        return tuple(self.starts[row].tolist()), tuple(self.options[row].tolist())
+
+    def totals(self) -> Floats:
+        """Return the time of all calls of each assignment together, (n,)."""
+        totals = np.zeros(len(self))
+        for part, table in enumerate(self.tables.parts):
+            totals += table.total[self.options[:, part]]
+        return totals
+
+    def seconds(self, rows: Ints) -> Floats:
+        """Return the time of a settled step of each of ``rows``, (len(rows),), whether or not it fits."""
+        return columns_seconds(self.tables, [*self.starts[rows].T], [*self.options[rows].T], len(rows))
+
+    def over(self) -> Floats:
+        """Return ``most_over`` of each, (n,)."""
+        columns = list(enumerate(self.tables.parts))
+        sizes = np.stack([part.size[self.options[:, p]] for p, part in columns], axis=1)
+        resting = np.stack([part.resting[self.options[:, p]] for p, part in columns], axis=1)
+        active = np.stack([part.active[self.options[:, p]] for p, part in columns], axis=1)
+        return most_over(self.tables, self.starts, sizes, resting, active)
+
+
 # --- meshes
 
 
-def relations(start: Ints, size: Ints, other_start: Ints, other_size: Ints) -> Ints:
+def relations(start: Ints | int, size: Ints | int, other_start: Ints | int, other_size: Ints | int) -> Ints:
     """Return the relations of pairs of meshes, as indices of ``RELATIONS``."""
     shared = (start < other_start + other_size) & (other_start < start + size)
     same = (start == other_start) & (size == other_size)
     return np.where(same, SAME, np.where(shared, OVERLAPPING, DISJOINT))
 
 
-def pairwise(starts: Ints, sizes: Ints, parts: Sequence[int]) -> Overlaps:
-    """Return which meshes of ``parts`` overlap. ``starts``, ``sizes``: (n, len(parts))."""
+def pairwise(starts: Columns, sizes: Columns, parts: Sequence[int]) -> Overlaps:
+    """Return which meshes of ``parts`` overlap. ``starts``, ``sizes``: of each part."""
     overlaps: dict[tuple[int, int], Bools | bool] = {}
-    ends = starts + sizes
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
     for i, one in enumerate(parts):
         for j in range(i + 1, len(parts)):
-            shared: Bools = (starts[:, i] < ends[:, j]) & (starts[:, j] < ends[:, i])
-            pair = (min(one, parts[j]), max(one, parts[j]))
-            overlaps[pair] = bool(shared[0]) if len(shared) and (shared == shared[0]).all() else shared
+            shared: Bools | bool = (starts[i] < ends[j]) & (starts[j] < ends[i])
+            if not isinstance(shared, bool) and len(shared) and (shared == shared[0]).all():
+                shared = bool(shared[0])
+            overlaps[min(one, parts[j]), max(one, parts[j])] = shared
     return overlaps
 
 
 # --- memory
-
-
-def assignments_over(tables: Tables, starts: Ints, options: Ints) -> Floats:
-    """Return ``most_over`` of whole assignments, (n,). ``starts``, ``options``: (n, parts)."""
-    columns = list(enumerate(tables.parts))
-    sizes = np.stack([part.size[options[:, p]] for p, part in columns], axis=1)
-    resting = np.stack([part.resting[options[:, p]] for p, part in columns], axis=1)
-    active = np.stack([part.active[options[:, p]] for p, part in columns], axis=1)
-    return most_over(tables, starts, sizes, resting, active)
 
 
 def most_over(tables: Tables, starts: Ints, sizes: Ints, resting: Floats, active: Floats) -> Floats:
@@ -101,40 +135,49 @@ def fits(tables: Tables, over: Floats) -> Bools:
 # --- seconds
 
 
-def assignment_seconds(tables: Tables, starts: Ints, options: Ints) -> Floats:
-    """Return the time of a settled step of each row, (n,), whether or not it fits. The arguments are (n, parts)."""
-    sizes = np.stack([part.size[options[:, p]] for p, part in enumerate(tables.parts)], axis=1)
+def columns_seconds(tables: Tables, starts: Columns, options: Columns, rows: int) -> Floats:
+    """Return the time of a settled step of each row, (rows,). ``starts``, ``options``: of each part."""
+    sizes = [_of_rows(part.size, option) for part, option in zip(tables.parts, options, strict=True)]
     overlaps = pairwise(starts, sizes, range(len(tables.parts)))
-    graph, zeros = tables.graph, np.zeros(len(options))
-    seconds = [
-        tables.parts[parts[0]].seconds[options[:, parts[0]], column] if column >= 0 else zeros
+    graph = tables.graph
+    seconds: list[Floats | float] = [
+        tables.parts[parts[0]].seconds[options[parts[0]], column] if column >= 0 else 0.0
         for parts, column in zip(graph.parts, graph.column, strict=True)
     ]
     delays: list[Floats | float] = [0.0] * len(tables.links)
-    ends = [part.end[options[:, p]] for p, part in enumerate(tables.parts)]
+    ends = [_of_rows(part.end, option) for part, option in zip(tables.parts, options, strict=True)]
     related: dict[tuple[int, int], Ints] = {}
     for index, table in enumerate(tables.links):
         a, b = table.link.source, table.link.to
         if (a, b) not in related:
-            related[a, b] = relations(starts[:, a], sizes[:, a], starts[:, b], sizes[:, b])
+            related[a, b] = relations(starts[a], sizes[a], starts[b], sizes[b])
         taken = table.seconds(ends[a], ends[b], related[a, b])
         if table.link.call >= 0:
             seconds[table.link.call] = taken
         else:
             delays[index] = taken if taken.any() else 0.0
-    return clock(graph, seconds, delays, overlaps, len(starts))
+    return clock(graph, seconds, delays, overlaps, rows)
+
+
+def _of_rows(values: Ints, rows: Ints | int) -> Ints | int:
+    """Return the values of ``rows``: one as a number."""
+    return int(values[rows]) if isinstance(rows, int) else values[rows]
 
 
 def clock(
-    graph: CallGraph, seconds: Sequence[Floats], delays: Sequence[Floats | float], overlaps: Overlaps, rows: int
+    graph: CallGraph,
+    seconds: Sequence[Floats | float],
+    delays: Sequence[Floats | float],
+    overlaps: Overlaps,
+    rows: int,
 ) -> Floats:
     """Return the time of a settled step of each row, (rows,): the walk of the simulation for many lists at once.
 
     It has the state of ``simulation.walk``, with parts in place of blocks: a call occupies all that share a device with
     its own.
 
-    seconds:   of each call, (rows,).
-    delays:    time of each link, (rows,), or 0.
+    seconds:   of each call, (rows,), or one for all rows.
+    delays:    time of each link, (rows,), or one for all rows.
     overlaps:  which parts share a device.
     """
     steady = SteadySteps.of(graph.lags, graph.every)

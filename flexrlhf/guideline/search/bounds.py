@@ -329,7 +329,7 @@ def _link_bounds(
 
 def _overlaps(tables: Tables, floors: Floors, parts: Sequence[int], starts: Ints, sizes: Ints) -> Overlaps:
     """Overlaps of decided parts; an undecided part shares a device with another where there is no room for both."""
-    overlaps = dict(pairwise(starts, sizes, parts))
+    overlaps = dict(pairwise([*starts.T], [*sizes.T], parts))
     undecided = [part for part in range(len(tables.parts)) if part not in parts]
     for position, part in enumerate(undecided):
         for other in undecided[position + 1 :]:

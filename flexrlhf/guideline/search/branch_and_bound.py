@@ -11,7 +11,7 @@ from time import perf_counter
 
 import numpy as np
 
-from flexrlhf.guideline.search.assignments import ROUNDING, fits, relations
+from flexrlhf.guideline.search.assignments import ROUNDING, Spot, WholeAssignments, fits, relations
 from flexrlhf.guideline.search.bounds import (
     UNDECIDED,
     WHOLE,
@@ -25,7 +25,6 @@ from flexrlhf.guideline.search.bounds import (
 )
 from flexrlhf.guideline.search.hill_climb import (
     DistinctMeshes,
-    Spot,
     beginnings,
     climb,
     distinct_meshes,
@@ -35,7 +34,7 @@ from flexrlhf.guideline.search.hill_climb import (
 from flexrlhf.guideline.search.option_search import OptionSearch
 from flexrlhf.guideline.search.problem import Assignment, SearchProblem
 from flexrlhf.guideline.search.result import SearchResult, SearchState
-from flexrlhf.guideline.search.tables import Bools, Floats, Ints, PartTable, tables_of
+from flexrlhf.guideline.search.tables import Bools, Floats, Ints, PartTable, Tables, tables_of
 from flexrlhf.guideline.search.vectors import VectorPacking, with_vector_meshes
 
 MISSED = 0.002
@@ -95,7 +94,7 @@ def _search(state: SearchState, seeds: Sequence[Assignment], packing: VectorPack
     if any((part.resting + part.active).min() > memory for part in tables.parts):
         # a part fits no device, even alone and with its leanest option
         for spots in beginnings(tables, meshes):
-            state.offer(np.array([[start for start, _ in spots]]), np.array([[option for _, option in spots]]))
+            state.offer(_assignments(tables, [spots]))
         return state.result(np.inf, began, True)
     planted = [spots_of(tables, seed) for seed in seeds]
     for spots in _fastest(state, [each for each in planted if each is not None]):
@@ -113,9 +112,14 @@ def _fastest(state: SearchState, planted: list[list[Spot]]) -> list[list[Spot]]:
     """Store ``planted`` assignments that fit. Returns the fastest, or those nearest to fitting, to climb from."""
     if not planted:
         return []
-    starts, options = np.moveaxis(np.array(planted, dtype=np.int64), 2, 0)
-    seconds, over = state.offer(starts, options)
+    seconds, over = state.offer(_assignments(state.tables, planted))
     return [planted[row] for row in np.lexsort((np.maximum(over, 0.0), seconds))[:CLIMBED]]
+
+
+def _assignments(tables: Tables, spots: Sequence[Sequence[Spot]]) -> WholeAssignments:
+    """Return assignments with the ``spots`` of each."""
+    starts, options = np.moveaxis(np.array(spots, dtype=np.int64), 2, 0)
+    return WholeAssignments(tables, starts, options)
 
 
 @dataclass(frozen=True, order=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from flexrlhf.guideline.search.assignments import Spot
+from flexrlhf.guideline.search.changes import PartChanges
 from flexrlhf.guideline.search.problem import Assignment, Option
 from flexrlhf.guideline.search.result import SearchState
 from flexrlhf.guideline.search.tables import Bools, Ints, PartTable, Tables
 
-Spot = tuple[int, int]
-"""A part's start and the position of its option."""
 Height = tuple[float, float]
 """Bytes that are lacking, then seconds: lower is better."""
 
@@ -118,32 +118,29 @@ def climb(state: SearchState, meshes: DistinctMeshes, spots: list[Spot]) -> None
 
 def best_of_part(state: SearchState, meshes: DistinctMeshes, spots: Sequence[Spot], part: int) -> tuple[Height, Spot]:
     """Fastest change of a single part: its height, and the part's new spot."""
-    tables = state.tables
-    starts, options = spots_of_part(tables, meshes, spots, part)
-    whole_starts = np.tile(np.array([spot[0] for spot in spots]), (len(starts), 1))
-    whole_options = np.tile(np.array([spot[1] for spot in spots]), (len(starts), 1))
-    whole_starts[:, part], whole_options[:, part] = starts, options
-    seconds, over = state.offer(whole_starts, whole_options)
+    changes = _changes(state.tables, meshes, spots, part)
+    seconds, over = state.offer(changes)
     row = int(np.argmin(seconds))
     height = 0.0, float(seconds[row])
     if not np.isfinite(seconds[row]):
         row = int(np.argmin(over))
         height = float(over[row]), np.inf
-    return height, (int(starts[row]), int(options[row]))
+    return height, changes.spot(row)
 
 
-def spots_of_part(tables: Tables, meshes: DistinctMeshes, spots: Sequence[Spot], part: int) -> tuple[Ints, Ints]:
-    """Return (starts, options) of all spots of a part, given the other parts' spots."""
+def _changes(tables: Tables, meshes: DistinctMeshes, spots: Sequence[Spot], part: int) -> PartChanges:
+    """Return the assignments with all spots of a part, given the other parts' spots."""
     ends = []
     for other, (start, option) in enumerate(spots):
         if other != part:
             ends += [start, start + int(tables.parts[other].size[option])]
     starts, shapes = meshes.around(ends)
-    return with_options(tables, part, starts, shapes)
+    mesh, options = with_options(tables, part, np.arange(len(starts)), shapes)
+    return PartChanges(tables, tuple(spots), part, starts, shapes, mesh, options)
 
 
 def with_options(tables: Tables, part: int, starts: Ints, shapes: Ints) -> tuple[Ints, Ints]:
-    """Pair each mesh with each option that the part has there: (starts, options)."""
+    """Pair the start (or number) of each mesh with each option that the part has there."""
     first = tables.parts[part].first
     counts = first[shapes + 1] - first[shapes]
     offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -31,7 +31,7 @@ class OptionSearch:
         first, size = np.array([starts]), self.tables.sizes[np.array([shapes])]
         ends = [(table.link.source, table.link.to) for table in self.tables.links]
         self.relation = [int(relations(first[0, a], size[0, a], first[0, b], size[0, b])) for a, b in ends]
-        self.overlaps = pairwise(first, size, range(len(starts)))
+        self.overlaps = pairwise([*first.T], [*size.T], range(len(starts)))
         points = {*starts, *(run for run, _ in self.tables.memory_at)}
         covers = {at: ((first[0] <= at) & (at < first[0] + size[0])).nonzero()[0].tolist() for at in points}
         self.crowds = {(tuple(parts), self.tables.memory_of(at)) for at, parts in covers.items()}
@@ -135,11 +135,11 @@ class OptionSearch:
 
     def _time(self, rows: Ints) -> None:
         """Time whole assignments and store the best."""
-        zeros = np.zeros(len(rows))
-        seconds, delays = ([zeros + each for each in column] for column in self._seconds(range(len(self.sets)), rows))
+        seconds, delays = self._seconds(range(len(self.sets)), rows)
         values = clock(self.tables.graph, seconds, delays, self.overlaps, len(rows))
         self.state.evaluated += len(rows)
-        self.state.accept(values, np.tile(np.array(self.starts), (len(rows), 1)), rows)
+        starts = tuple(self.starts)
+        self.state.accept(values, lambda row: (starts, tuple(rows[row].tolist())))
 
     def _seconds(self, chosen: Sequence[int], rows: Ints) -> tuple[list[Floats | float], list[Floats | float]]:
         """Return the time of each call and the delay of each link, the least where a part is undecided."""

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
 
-from flexrlhf.guideline.search.assignments import ROUNDING, assignment_of, assignment_seconds, assignments_over, fits
+from flexrlhf.guideline.search.assignments import ROUNDING, Key, WholeAssignments, assignment_of, fits
+from flexrlhf.guideline.search.changes import PartChanges
 from flexrlhf.guideline.search.problem import Assignment, device_bytes
 from flexrlhf.guideline.search.tables import Floats, Ints, Tables
 
-Key = tuple[tuple[int, ...], tuple[int, ...]]
-"""Starts and options of an assignment."""
 NEAREST = 16
 """Assignments that are timed although they do not fit."""
 EVALUATION_SECONDS = 1.2e-3
@@ -193,39 +192,38 @@ class SearchState:
         self.pruned_by_bound += 1
         self.pruned_floor = min(self.pruned_floor, bound)
 
-    def offer(self, starts: Ints, options: Ints) -> tuple[Floats, Floats]:
+    def offer(self, offered: WholeAssignments | PartChanges) -> tuple[Floats, Floats]:
         """Time whole assignments and store the best: their seconds, infinite where they do not fit, and bytes lacking.
 
         Of those that do not fit the nearest and the fastest (call by call) are timed, to be reported.
         """
-        over = assignments_over(self.tables, starts, options)
+        over = offered.over()
         fitting = fits(self.tables, over)
-        self.count(int(fitting.sum()), len(starts))
+        self.count(int(fitting.sum()), len(offered))
         self.pruned_by_memory += int((~fitting).sum())
         whole, near = np.flatnonzero(fitting), np.zeros(0, dtype=np.int64)
         if len(whole) < len(over):
             nearest = self._lowest(np.where(fitting, np.inf, over), NEAREST)
-            total = sum(part.seconds[options[:, p]].sum(axis=1) for p, part in enumerate(self.tables.parts))
-            nearest += self._lowest(np.where(fitting, np.inf, total), NEAREST)
+            nearest += self._lowest(np.where(fitting, np.inf, offered.totals()), NEAREST)
             near = np.array(sorted(set(nearest)), dtype=np.int64)
         # all at once: few rows take as long as many
         timed = np.concatenate([whole, near])
-        taken = assignment_seconds(self.tables, starts[timed], options[timed]) if len(timed) else np.zeros(0)
+        taken = offered.seconds(timed) if len(timed) else np.zeros(0)
         seconds, missed = np.full(len(over), np.inf), taken[len(whole) :]
         if len(whole):
             seconds[whole] = taken[: len(whole)]
-            self.accept(seconds, starts, options)
+            self.accept(seconds, offered.key)
         for row in self._lowest(missed, 2):
-            self._keep(self.misfits, float(missed[row]), _key(starts[near], options[near], row))
+            self._keep(self.misfits, float(missed[row]), offered.key(int(near[row])))
         self.evaluated += len(timed)
         return seconds, over
 
-    def accept(self, seconds: Floats, starts: Ints, options: Ints) -> None:
-        """Store the best of some assignments that fit."""
+    def accept(self, seconds: Floats, key: Callable[[int], Key]) -> None:
+        """Store the best of some assignments that fit. ``key``: of a row."""
         for row in self._lowest(seconds, self.keep):
             value = float(seconds[row])
             if value < self.best or len(self.fastest) < self.keep or value < -self.fastest[0][0]:
-                self._keep(self.fastest, value, _key(starts, options, row))
+                self._keep(self.fastest, value, key(row))
                 self.best = min(self.best, value)
 
     def _lowest(self, values: Floats, number: int) -> list[int]:
@@ -268,7 +266,3 @@ class SearchState:
         devices = {choice.start for choice in assignment} | {first for first, _ in self.tables.memory_at}
         over, device = max((device_bytes(assignment, at) - self.tables.memory_of(at), -at) for at in devices)
         return RejectedAssignment(seconds, assignment, over, -device)
-
-
-def _key(starts: Sequence[Sequence[int]] | Ints, options: Sequence[Sequence[int]] | Ints, row: int) -> Key:
-    return tuple(int(value) for value in starts[row]), tuple(int(value) for value in options[row])

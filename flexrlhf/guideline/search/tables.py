@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,11 @@ class PartTable:
     num_stated: tuple[int, ...]
     by_memory: SecondsByMemory
 
+    @cached_property
+    def total(self) -> Floats:
+        """Time of all tasks of each option together."""
+        return np.asarray(self.seconds.sum(axis=1))
+
     def options_of(self, shape: int) -> slice:
         return slice(int(self.first[shape]), int(self.first[shape + 1]))
 
@@ -143,7 +148,7 @@ class LinkTable:
     place: Ints
     least: Floats
 
-    def seconds(self, sources: Ints, targets: Ints, relations: Ints) -> Floats:
+    def seconds(self, sources: Ints | int, targets: Ints | int, relations: Ints) -> Floats:
         """Return the seconds by link ends and relation, which are broadcast against each other."""
         sources, targets = self.sides[0][sources], self.sides[1][targets]
         seconds: Floats = self.values[sources, targets, relations]
