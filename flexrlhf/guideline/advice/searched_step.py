@@ -12,7 +12,8 @@ from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.sketch import Sketch, name_of
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
-from flexrlhf.guideline.search.problem import LinkEnd, RowTransfer, SearchSync, SearchTask
+from flexrlhf.guideline.search.link_times import LinkTimes
+from flexrlhf.guideline.search.problem import LinkEnd, LinkSeconds, RowTransfer, SearchSync, SearchTask
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.pricing import UNKNOWN, rows_bytes, synced_weights
 from flexrlhf.operators.columns import Lengths
@@ -97,8 +98,15 @@ class SearchedStep:
 
     def _sync(self, sync: Sync, trained: str, copy: str) -> SearchSync:
         """Return a sync from the task that trains to the part that receives."""
-        side = partial(_sync_side, self._gathers(sync))
-        return SearchSync(trained, copy, partial(self._sync_seconds, sync), sync.every, sync.overlaps, side)
+        gathers = self._gathers(sync)
+        key = "sync", sync.destination, sync.overlaps, gathers, self.has_shadows
+        seconds = self._times(partial(self._sync_seconds, sync), *key)
+        return SearchSync(trained, copy, seconds, sync.every, sync.overlaps, partial(_sync_side, gathers))
+
+    def _times(self, seconds: LinkSeconds, *key: object) -> LinkTimes:
+        """Return the times of a link that searches with other limits, chunks and lags have, too."""
+        key = ("times", self.cluster.num_nodes > 1, *key)
+        return self.enumerator.memo.cached(key, lambda: LinkTimes(seconds))
 
     def _gathers(self, sync: Sync) -> bool:
         """Whether the ranks of the source gather adapters."""
@@ -110,7 +118,8 @@ class SearchedStep:
         for reader in self.sketch.runs:
             for writer in self.sketch.writers(reader):
                 size = rows_bytes(self.batch, self._run_lengths, writer, reader)
-                seconds = partial(self._rows_seconds, size, self.sketch.must_be_disjoint(writer.model, reader.model))
+                disjoint = self.sketch.must_be_disjoint(writer.model, reader.model)
+                seconds = self._times(partial(self._rows_seconds, size, disjoint), "rows", size, disjoint)
                 yield RowTransfer(name_of(writer), name_of(reader), seconds, _rows_side)
             for writer in self.sketch.separate(reader):
                 yield RowTransfer(name_of(writer), name_of(reader), self._border_seconds, lambda end: ())

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexrlhf.guideline.search.evaluate import CallGraph, Link, call_graph
+from flexrlhf.guideline.search.link_times import LinkTimes
 from flexrlhf.guideline.search.problem import LinkEnd, MeshShape, Option, SearchPart, SearchProblem
 from flexrlhf.placement.routes import RELATIONS
 
@@ -130,9 +131,9 @@ class LinkTable:
     link:     the link.
     source:   table of the part that it comes from.
     to:       table of the part that it goes to.
-    sides:    number of the side of each end, for both parts.
+    times:    those that are known.
+    sides:    number in ``times`` of the side of each end, for both parts.
     firsts:   first end of each side, for both parts.
-    values:   seconds by (side, side, relation); NaN where not yet computed.
     alike:    sides by group of meshes and memory, for both parts.
     place:    first of ``least`` by (group, group, relation); negative where not yet computed.
     least:    the least seconds of sides up to those with as much memory, both in the order of their groups.
@@ -141,9 +142,9 @@ class LinkTable:
     link: Link
     source: PartTable
     to: PartTable
+    times: LinkTimes
     sides: tuple[Ints, Ints]
-    firsts: tuple[Ints, Ints]
-    values: Floats
+    firsts: tuple[dict[int, int], dict[int, int]]
     alike: tuple[LinkSides, LinkSides]
     place: Ints
     least: Floats
@@ -151,14 +152,14 @@ class LinkTable:
     def seconds(self, sources: Ints | int, targets: Ints | int, relations: Ints) -> Floats:
         """Return the seconds by link ends and relation, which are broadcast against each other."""
         sources, targets = self.sides[0][sources], self.sides[1][targets]
-        seconds: Floats = self.values[sources, targets, relations]
+        values = self.times.values
+        seconds: Floats = values[sources, targets, relations]
         missing = np.isnan(seconds)
         if missing.any():
             for source, to, relation in _distinct(missing, sources, targets, relations):
                 ends = self.source.ends[self.firsts[0][source]], self.to.ends[self.firsts[1][to]]
-                taken = self.link.seconds(*ends, RELATIONS[relation])
-                self.values[source, to, relation] = taken
-            seconds = self.values[sources, targets, relations]
+                values[source, to, relation] = self.times(*ends, RELATIONS[relation])
+            seconds = values[sources, targets, relations]
         return seconds
 
     def least_seconds(self, shapes: tuple[Ints, Ints], relations: Ints, rooms: tuple[Floats, Floats]) -> Floats:
@@ -177,7 +178,7 @@ class LinkTable:
 
     def _fill(self, keys: Sequence[tuple[int, ...]]) -> None:
         """Compute the least seconds of ``keys``: (group, group, relation)."""
-        blocks = [self.least]
+        blocks, size = [self.least], self.least.size
         for source, to, relation in keys:
             ends = self.alike[0].of(source)[:, None], self.alike[1].of(to)[None, :]
             block = np.zeros((1, 1))
@@ -185,8 +186,9 @@ class LinkTable:
                 block = self.seconds(*ends, np.array([[relation]]))
             for axis in range(2):
                 block = np.minimum.accumulate(block, axis=axis)
-            self.place[source, to, relation] = sum(each.size for each in blocks)
+            self.place[source, to, relation] = size
             blocks.append(block.ravel())
+            size += block.size
         self.least = np.concatenate(blocks)
 
 
@@ -390,12 +392,14 @@ def _link_table(link: Link, parts: Sequence[PartTable], groups: Ints, memory: fl
     """Return the table of a link. ``groups``: number of each shape's alike ones. ``memory``: bytes of the largest
     device."""
     ends = parts[link.source], parts[link.to]
-    numbers, firsts = zip(*(_sides(part.ends, link) for part in ends), strict=True)
-    values = np.full((*map(len, firsts), len(RELATIONS)), np.nan)
-    alike = _by_group(ends[0], numbers[0], groups, memory), _by_group(ends[1], numbers[1], groups, memory)
+    times = link.seconds if isinstance(link.seconds, LinkTimes) else LinkTimes(link.seconds)
+    known = zip(ends, times.numbers, strict=True)
+    sides, firsts = zip(*(_sides(part.ends, link, numbers) for part, numbers in known), strict=True)
+    times.make_room()
+    alike = _by_group(ends[0], sides[0], groups, memory), _by_group(ends[1], sides[1], groups, memory)
     number = int(groups.max()) + 1
     place = np.full((number, number, len(RELATIONS)), -1)
-    return LinkTable(link, *ends, numbers, firsts, values, alike, place, np.zeros(0))
+    return LinkTable(link, *ends, times, sides, firsts, alike, place, np.zeros(0))
 
 
 def _by_group(part: PartTable, sides: Ints, groups: Ints, memory: float) -> LinkSides:
@@ -413,9 +417,11 @@ def _by_group(part: PartTable, sides: Ints, groups: Ints, memory: float) -> Link
     return LinkSides(groups, keys[ordered], leanest[ordered], first, memory)
 
 
-def _sides(ends: Sequence[LinkEnd], link: Link) -> tuple[Ints, Ints]:
-    """Return each end's side by number, one for ends for which ``link`` takes as long, and the first end of each."""
-    numbers: dict[Hashable, int] = {}
-    of_end = np.array([numbers.setdefault(link.side(end), len(numbers)) for end in ends], dtype=np.int64)
-    _, firsts = np.unique(of_end, return_index=True)
-    return of_end, firsts.astype(np.int64)
+def _sides(ends: Sequence[LinkEnd], link: Link, numbers: dict[Hashable, int]) -> tuple[Ints, dict[int, int]]:
+    """Return each end's side by number, one for ends for which ``link`` takes as long, and the first end of each.
+
+    ``numbers``: of known sides, to which those that are new are added.
+    """
+    sides = [numbers.setdefault(link.side(end), len(numbers)) for end in ends]
+    firsts = {side: len(sides) - 1 - at for at, side in enumerate(reversed(sides))}
+    return np.array(sides, dtype=np.int64), firsts
