@@ -190,7 +190,7 @@ def _check_shadows(
         key = f"placement.operators.{each.name}.shadow"
         if each.role not in roles.trained:
             raise UserError(f"{key}: {each.role} is not trained, so no copy of it is synced; remove it")
-        if _needs_trained(each, roles):
+        if needs_trained(each, roles):
             raise UserError(f"{key}: {each.name} needs the weights that are trained; remove it")
         if shared := sorted(training.keys() & ranks[each.name]):
             raise UserError(
@@ -202,7 +202,7 @@ def _check_shadows(
         return
     setting = f"schedule.lag: {spec.schedule.lag}" if spec.schedule.lag else f"sync.every: {spec.sync.every}"
     for each in operators:
-        infers = each.name in entries and each.adapters and not _needs_trained(each, roles)
+        infers = each.name in entries and each.adapters and not needs_trained(each, roles)
         follows = each.role in shadowed or (each.role == roles.generating and each.kind == "generate")
         if infers and follows and not entries[each.name].shadow:
             raise UserError(
@@ -211,7 +211,7 @@ def _check_shadows(
             )
 
 
-def _needs_trained(operator: PlacedOperator, roles: Roles) -> bool:
+def needs_trained(operator: PlacedOperator, roles: Roles) -> bool:
     """Whether ``operator`` computes with the weights that are trained under every placement: next to a rollout engine
     its role has no other copy for forward passes, where models are placed."""
     is_next_to_engine = operator.role == roles.rollout and operator.kind == "forward"

@@ -40,6 +40,17 @@ SETTINGS = (
 )
 
 
+LLAMA_1B = "{model_type: llama, vocab_size: 32000, hidden_size: 2048, intermediate_size: 5504, num_hidden_layers: 16}"
+SMALL = (
+    *(f"models.{role}.init={LLAMA_1B}" for role in ("actor", "reward")),
+    *("models.all.dtype=bfloat16", "models.all.tp=1", "rollout.tp=1"),
+    *("data.max_prompt_tokens=256", "data.max_response_tokens=2048"),
+    "cluster={nodes: [{devices: 8, class: A100-80G}]}",
+)
+OF_64 = "prompts_per_step: 64, num_mini_batches: 4"
+GRPO = f"algorithm={{name: grpo, samples_per_prompt: 4, {OF_64}}}"
+
+
 def large_spec(*overrides: str) -> Spec:
     return spec_of(None, 8, *SETTINGS, *overrides)
 
@@ -71,6 +82,15 @@ def test_with_older_weights_shadows_are_searched_on_devices_that_train_nothing(l
     trained = {*plan.placement["actor"].ranks, *plan.placement["critic"].ranks}
     assert trained.isdisjoint(plan.placement["actor.generate"].ranks) and plan.strategy == "disaggregated"
     assert advice.simulation.seconds == pytest.approx(advice.result.seconds, rel=0.02)
+
+
+def test_a_reference_of_adapters_has_no_shadow_next_to_a_rollout_engine() -> None:
+    """Its forward passes need a copy that is trained: a plan refuses a shadow, and has another placement."""
+    adapters = "models.actor.lora={rank: 16}"
+    spec = spec_of(None, 8, *SMALL, GRPO, LAG, "rollout.engine=vllm", adapters)
+    entries = advise_operators(spec, AnalyticCosts(), None, 1.0).spec.operators
+    assert [name for name, entry in entries.items() if entry.shadow] == ["generate"]
+    assert set(entries) == {"generate", "ref_logprobs", "scores", "train_actor"}
 
 
 def test_vllm_generates_faster_than_transformers() -> None:
