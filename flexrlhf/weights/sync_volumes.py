@@ -144,15 +144,14 @@ class _PairVolumes:
 
     @cached_property
     def _copies(self) -> Mapping[str, int]:
-        """Number of ranks of one replica of the copy that store the same part of a weight, by name; of one that is not
-        split all of them."""
+        """Number of ranks of one replica of the copy that store the same part of a weight, by name."""
         replica = self._pair.destination.layout.of_weights.replica_sets[0]
         found: dict[str, list[Part]] = defaultdict(list)
         for rank in replica:
             for name, part in (self._needed(rank) or {}).items():
                 found[name].append(part)
         kinds = {name: len({*parts}) for name, parts in found.items()}
-        return {name: len(replica) if kinds[name] == 1 else len(parts) // kinds[name] for name, parts in found.items()}
+        return {name: len(parts) // kinds[name] for name, parts in found.items()}
 
     def _sent(self, rank: int) -> Parts | None:
         """Return the parts of the trained model on ``rank``, of one of the weights that are alike each; None where it

@@ -86,6 +86,18 @@ def test_buffers_are_within_the_setting(source: dict[str, Any], copy: dict[str, 
                 assert not overlaps or arrived == pytest.approx(found.first, abs=100)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_source_packs_what_a_stage_stores_for_the_ranks_of_the_stage(tp: int) -> None:
+    made = model_shape("actor", ModelSpec(init=TINY | {"num_hidden_layers": 4}))
+    assert made is not None
+    trained, packed = placed_model("actor", (0,)), []
+    for pp in (1, 4):
+        follower = placed_model("actor.shadow", tuple(range(1, 1 + pp * tp)), engine="megatron", pp=pp, tp=tp)
+        packed.append(volumes(trained, follower, made, 0).packed)
+        assert transfers_of(trained, follower, made, 10**9).buffers[0] <= packed[-1]
+    assert packed[0] == packed[1]
+
+
 def test_volumes_are_computed_once_for_alike_ranks_and_for_plans_with_other_settings() -> None:
     ranks = tuple(range(32))
     trained, follower = placed_model("actor", ranks, tp=2), placed_model("actor.shadow", ranks, tp=4)
