@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 from small_runs import spec_of
@@ -16,11 +18,17 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
-from flexrlhf.guideline.advice.operator_space import OperatorAdvice, advise_operators, make_operator_space
+from flexrlhf.guideline.advice.operator_space import (
+    OperatorAdvice,
+    OperatorSpace,
+    advise_operators,
+    make_operator_space,
+)
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search.evaluate import evaluate
-from flexrlhf.guideline.search.problem import LinkEnd, SearchSync, SearchTask
+from flexrlhf.guideline.search.problem import Assignment, Choice, LinkEnd, SearchSync, SearchTask, device_bytes
 from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.per_operator import needs_trained
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.strategies.instructions import Release, Sync
 
@@ -48,7 +56,7 @@ SMALL = (
     "cluster={nodes: [{devices: 8, class: A100-80G}]}",
 )
 OF_64 = "prompts_per_step: 64, num_mini_batches: 4"
-GRPO = f"algorithm={{name: grpo, samples_per_prompt: 4, {OF_64}}}"
+PPO, GRPO = f"algorithm={{name: ppo, {OF_64}}}", f"algorithm={{name: grpo, samples_per_prompt: 4, {OF_64}}}"
 
 
 def large_spec(*overrides: str) -> Spec:
@@ -121,6 +129,52 @@ def test_generation_is_placed_otherwise_than_training() -> None:
 
 def test_memory_of_the_plan_is_that_of_the_devices() -> None:
     assert max(memory.peak_bytes for memory in found().plan.memories) < 80e9
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (PPO, LAG, "rollout.engine=vllm"),
+        (PPO, LAG, "models.actor.engine=megatron", "models.critic.engine=deepspeed"),
+        (PPO, "sync.every=2"),
+        (PPO, "models.actor.lora={rank: 16}"),
+        (PPO, "rollout.engine=vllm", "rollout.tp=2"),
+        (GRPO, "sync.every=2", "models.actor.lora={rank: 16}", "rollout.engine=vllm"),
+    ],
+)
+def test_a_search_counts_the_bytes_of_plans(settings: tuple[str, ...]) -> None:
+    """Of random placements on each device; more where calls share a copy. No copy has tensor-parallel parts, for which
+    what a source packs depends on both ends."""
+    spec = spec_of(None, 8, TRANSFORMERS, *SMALL, *settings)
+    space, drawn = make_operator_space(spec, AnalyticCosts(), None), Random(0)
+    differences = []
+    for assignment in islice(_random_assignments(space, drawn), 20):
+        plan = make_plan(space.spec_of(assignment))
+        if not plan.offloaded:
+            counted = (device_bytes(assignment, memory.rank) for memory in plan.memories)
+            differences += [size - memory.peak_bytes for size, memory in zip(counted, plan.memories, strict=True)]
+    assert min(differences) >= -1
+    assert sum(abs(each) <= 1 for each in differences) > len(differences) / 3
+
+
+def _random_assignments(space: OperatorSpace, drawn: Random) -> Iterator[Assignment]:
+    """Yield placements of operators; with shadows training has the first devices."""
+    problem, sketch = space.problem, space.sketch
+    for _ in range(100):
+        border = drawn.randrange(1, 8) if space.has_shadows else None
+        chosen = []
+        for part in problem.parts:
+            first = needs_trained(sketch.operators[part.name], space.roles)
+            meshes = [
+                (start, size)
+                for start, size in problem.all_meshes
+                if border is None or (start + size <= border if first else start >= border)
+            ]
+            start, size = drawn.choice(meshes)
+            options = part.options(problem.shape_of(start, size))
+            chosen += [Choice(part.name, start, size, drawn.choice(options))] if options else []
+        if len(chosen) == len(problem.parts):
+            yield tuple(chosen)
 
 
 def test_another_engine_generates_where_that_of_the_role_does_not() -> None:

@@ -26,7 +26,7 @@ from flexrlhf.memory.transfer_bytes import UNDER_WAY, saved_model, saving_parts,
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.cluster import Cluster, make_cluster
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.plan.plan import own_texts
 from flexrlhf.weights.shapes import ModelShape
@@ -88,7 +88,8 @@ class FigureMaker:
             size = partial(self._bytes, sharded, call, most)
             times = self.memo.cached(("seconds", time_key, call), lambda: dict[object, float]())
             sizes = self.memo.cached(
-                ("bytes", size_key, call.kind, most, call.texts, call.compares), lambda: dict[object, int]()
+                ("bytes", size_key, call.kind, most, call.texts, call.compares, call.tokens),
+                lambda: dict[object, int](),
             )
             yield CallFigures(call.kind, price, size, times, sizes)
 
@@ -140,7 +141,9 @@ class FigureMaker:
             parts = placed.layout.cp
             rows = parts * self._lengths.rows_decoded(placed, -(-rows // parts))
         block = self.batch.block_rows
-        work = Compute(kind, placed.name, rows, texts=call.texts, compares=call.compares, block=block)
+        work = Compute(
+            kind, placed.name, rows, texts=call.texts, compares=call.compares, block=block, tokens=call.tokens
+        )
         most, sizes = sharded.state.resting, []
         for rank, state in zip(placed.layout.pp_set(0), sharded.stages, strict=True):
             for phase in self._sizing.call_phases(work, placed, rank):
@@ -157,26 +160,27 @@ class FigureMaker:
 
     def transfers(self, model: SearchModel, placed: PlacedModel) -> TransferBytes:
         """Return the bytes of a model's syncs and saves, of the stage that needs most."""
-        ranks = placed.layout.pp_set(0)
         most, under_way = [0], [0]
         if placed.trained:
             buckets, files = self.spec.sync.bucket_bytes, self.spec.save.shard_bytes
             saved = saved_model(placed, self.shapes[placed.role], buckets, files)
             most += [size or 0 for size in saving_parts(saved, len(placed.gather_sets[0])).values()]
-        if model.partner is not None:
-            ends = (placed, self._partner(model, placed))
-            source, copy = ends if placed.trained else reversed(ends)
-            for rank in ranks:
+        for rank in placed.layout.pp_set(0):
+            travelling = 0
+            for sync in model.syncs:
+                ends = (placed, self._partner(sync.partner, placed))
+                source, copy = ends if placed.trained else reversed(ends)
                 settings, shape = self.spec.sync, self.shapes[placed.role]
-                parts = dict(sync_parts(source, copy, shape, settings, rank, model.is_apart))
-                under_way.append(parts.pop(UNDER_WAY, 0) or 0)
+                parts = dict(sync_parts(source, copy, shape, settings, rank, sync.overlaps))
+                travelling += parts.pop(UNDER_WAY, 0) or 0
                 most.append(sum(size or 0 for size in parts.values()))
+            under_way.append(travelling)
         return TransferBytes(max(under_way), max(most))
 
-    def _partner(self, model: SearchModel, placed: PlacedModel) -> PlacedModel:
-        """Return the other end of a model's syncs, as if it was whole on another device."""
-        base, rollout, name = self.spec.models.of(model.role), self.spec.rollout, model.partner
-        assert base is not None and name is not None, f"{model.role} is resolved"
+    def _partner(self, name: ModelName, placed: PlacedModel) -> PlacedModel:
+        """Return the other end ``name`` of a sync of a model, as if it was whole on another device."""
+        base, rollout = self.spec.models.of(name.role), self.spec.rollout
+        assert base is not None, f"{name.role} is resolved"
         settings = base.of_shadow if name.copy else base
         if name.is_rollout:
             adapters = own_adapters(base, rollout)

@@ -114,7 +114,7 @@ class OptionEnumerator:
             return ()
         if (model, mesh) not in self._options:
             # where a model is between its calls changes no time of these
-            figures = self._figures(replace(model, switches=(), is_apart=False), mesh)
+            figures = self._figures(replace(model, switches=(), syncs=()), mesh)
             self._options[model, mesh] = tuple(
                 option for sharded, each in figures for option in self._options_of(model, mesh, sharded, each)
             )
@@ -135,7 +135,7 @@ class OptionEnumerator:
     ) -> Iterator[Option]:
         """Yield the options of a model with each of the settings of its passes."""
         state, side = sharded.state, sharded.side
-        key = "transfers", self._figure_maker.transfer_key(sharded, mesh), model.partner, model.is_apart
+        key = "transfers", self._figure_maker.transfer_key(sharded, mesh), model.syncs
         transfers = self.memo.cached(key, partial(self._figure_maker.transfers, model, sharded.placed))
         resting = state.resting + transfers.under_way
         if model.is_offloaded:
@@ -194,7 +194,7 @@ class OptionEnumerator:
 
     def _caches(self, model: SearchModel, mesh: UniformMesh) -> Iterator[ModelSpec]:
         """Yield the settings of a rollout engine with room for any number of rows, in each of its splits."""
-        figures = self._figures(replace(model, switches=(), is_apart=False), mesh)
+        figures = self._figures(replace(model, switches=(), syncs=()), mesh)
         found = (sharded.placed.settings for sharded, _ in figures)
         splits = {(settings.tp, settings.pp): settings for settings in found}
         for settings in splits.values():
@@ -214,8 +214,9 @@ class OptionEnumerator:
         self, model: SearchModel, mesh: UniformMesh, sharded: ShardedModel, settings: Sequence[ModelSpec]
     ) -> tuple[_Figures, ...]:
         calls = list(self._figure_maker.calls(model, mesh, sharded))
+        sized = calls + list(self._figure_maker.calls(replace(model, calls=model.rare), mesh, sharded))
         return tuple(
-            _Figures(each, tuple(call.seconds(each) for call in calls), max(call.most_bytes(each) for call in calls))
+            _Figures(each, tuple(call.seconds(each) for call in calls), max(call.most_bytes(each) for call in sized))
             for each in settings
         )
 

@@ -1,8 +1,10 @@
 """Space of one placement for each operator (ReaL: Mei et al., MLSys 2025): from a search to ``placement.operators``.
 
 Every model call of a step is a part of the search problem, with a mesh, degrees, a ZeRO stage and passes of its own.
-The copy that trains keeps its memory; a further one takes it while its call runs, and is filled by a Sync unless it is
-the copy that trains. A copy that two calls could share is counted for each of them, so memory is never counted too low.
+The copy that trains keeps its memory; a further one takes it while its call runs, unless it has adapters, and is filled
+by a Sync unless it is the copy that trains. A copy that two calls could share is counted for each of them. Counted too
+low are the buffers of syncs alone that depend on both ends: to tensor-parallel parts, and to copies on some of the
+source's nodes.
 Rows decoded together are as in the YAML; recomputation, which concerns the one training of a role, is searched. A
 placement that is found is planned; one that the plan rejects is searched again without what was rejected. With
 ``schedule.lag`` or ``sync.every`` further copies of trained models are shadows, which keep their memory, on devices
@@ -25,7 +27,7 @@ from flexrlhf.guideline.advice.advise import LEAST_SHARE, PROPOSALS
 from flexrlhf.guideline.advice.candidates import Candidate, RejectedCandidate, check
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.searched_step import is_allowed
-from flexrlhf.guideline.advice.sketch import PlacedCall, SearchModel, Sketch, name_of
+from flexrlhf.guideline.advice.sketch import CopySync, PlacedCall, SearchModel, Sketch, name_of
 from flexrlhf.guideline.advice.space import GAP, Space, lies_in_nodes, make_space
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.branch_and_bound import search
@@ -157,29 +159,38 @@ class OperatorSpace(Space):
         calls: dict[str, list[PlacedCall]] = {name: [] for name in self.placed_operators}
         for run in self.sketch.runs:
             calls[self.sketch.part_of(run.model)].append(PlacedCall.of(run))
-        syncs = [each for each in self.sketch.instructions if isinstance(each, Sync)]
-        travelling = {self.sketch.part_of(name) for each in syncs if each.overlaps for name in each.touches}
-        partners: dict[str, ModelName] = {}
-        for sync in syncs:
-            copy = ROLLOUT if self.sketch.is_of_rollout(self.sketch.part_of(sync.destination)) else SHADOW
-            partners[self.sketch.part_of(sync.source)] = ModelName.of(sync.source.role, copy)
-            partners[self.sketch.part_of(sync.destination)] = ModelName(sync.source.role)
         return {
             name: SearchModel(
                 ModelName.of(each.role, ROLLOUT if self.sketch.is_of_rollout(name) else ""),
                 each.kind == "train",
                 tuple(calls[name]),
                 "causal" if self.sketch.is_of_rollout(name) else self.roles.heads[each.role],
-                is_apart=name in travelling,
                 operator="" if name == self.sketch.own_part(each.role) else name,
-                partner=partners.get(name),
+                switches=(0,) * len(calls[name]) if self._copy_for(name).is_transient else (),
+                syncs=tuple(self._syncs_of(name)),
+                rare=tuple(self._rare_calls(name)),
             )
             for name, each in self.placed_operators.items()
         }
 
+    def _rare_calls(self, part: str) -> Iterator[PlacedCall]:
+        """Yield the calls of a part that most steps skip; their passes are those of the role."""
+        settings = self.spec.models.of(self.placed_operators[part].role)
+        assert settings is not None, "models are resolved"
+        for call in self.sketch.rare_calls(self.sketch.placement.operators[part]):
+            yield replace(call, tokens=settings.micro_batch_tokens)
+
+    def _copy_for(self, part: str) -> PlacedModel:
+        return self.sketch.placement[self.sketch.placement.operators[part]]
+
+    def _syncs_of(self, part: str) -> Iterator[CopySync]:
+        """Yield the syncs of a part, with partners named as copies of a role are where ratios place them."""
+        for sync in self.sketch.syncs_of(self.sketch.placement.operators[part]):
+            kind = ROLLOUT if self.sketch.is_of_rollout(self.sketch.part_of(sync.partner)) else SHADOW
+            yield replace(sync, partner=ModelName.of(sync.partner.role, kind if sync.partner.copy else ""))
+
     def _options_of(self, part: str, shape: MeshShape) -> tuple[Option, ...]:
-        """Return the options of an operator on a mesh; the memory of a further copy is that of its calls, unless it is
-        a shadow."""
+        """Return the options of an operator on a mesh."""
         if len(shape.kinds) > 1:
             return ()
         model, mesh = self._models_by_part[part], self._mesh(shape)
@@ -187,9 +198,8 @@ class OperatorSpace(Space):
         options = self.allowed(part, tuple(each for each in found if lies_in_nodes(each, model, shape)))
         if not self.sketch.is_of_rollout(part):
             options = tuple(_worth_their_memory(options))
-        if part == self.sketch.own_part(model.role) or self.sketch.is_kept(part):
-            return options
-        return tuple(replace(each, resting=0.0, active=each.resting + each.active) for each in options)
+        name = self.sketch.placement.operators[part]
+        return tuple(self._with_further_bytes(name, mesh, each) for each in options)
 
     def _variants_of(self, part: str) -> Iterator[OptionEnumerator]:
         """Yield enumerators of the options of an operator: with another engine if the engine of its role does not serve

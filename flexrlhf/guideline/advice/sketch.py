@@ -43,6 +43,7 @@ class PlacedCall:
     compares:      whether all texts of a prompt are in one pass.
     is_attempt:    whether its rows are those of one attempt of dynamic sampling.
     turns:         turns of an episode, of which it is one.
+    tokens:        computed tokens of its passes; None: as in the settings of its model.
     """
 
     kind: PlacedCallKind
@@ -52,6 +53,7 @@ class PlacedCall:
     compares: bool = False
     is_attempt: bool = False
     turns: int = 1
+    tokens: int | None = None
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -67,6 +69,18 @@ class PlacedCall:
 
 
 @dataclass(frozen=True)
+class CopySync:
+    """A transfer of weights between a model and another copy.
+
+    partner:   the other copy.
+    overlaps:  whether it proceeds while both compute.
+    """
+
+    partner: ModelName
+    overlaps: bool
+
+
+@dataclass(frozen=True)
 class SearchModel:
     """A placed model before it has a mesh.
 
@@ -74,22 +88,23 @@ class SearchModel:
     trained:  whether its weights are trained.
     calls:    in schedule order.
     head:     its computation on top of the hidden states.
-    is_apart: whether its weights travel to or from another copy while both compute.
-    switches: transfers to or from host memory next to each call; empty: it stays on the device between calls.
+    switches: transfers to or from host memory next to each call, 0 of a copy that is released after its calls; empty:
+              it stays on the device between calls.
     is_lean:  whether MLPs in tiles and activations in host memory are tried.
     operator: the operator that it is a further copy for, where operators are placed; else nothing.
-    partner:  the copy that it sends its weights to, or receives them from.
+    syncs:    with each copy that it sends its weights to, or receives them from.
+    rare:     calls that most steps skip: their time does not count, but their memory does.
     """
 
     name: ModelName
     trained: bool
     calls: tuple[PlacedCall, ...]
     head: Head = "causal"
-    is_apart: bool = False
     switches: tuple[int, ...] = ()
     is_lean: bool = False
     operator: str = ""
-    partner: ModelName | None = None
+    syncs: tuple[CopySync, ...] = ()
+    rare: tuple[PlacedCall, ...] = ()
 
     @property
     def role(self) -> str:
@@ -174,13 +189,17 @@ class Sketch:
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
-        """Instructions of a usual step as the strategy orders them for the sketch, with a prompt in each mini-batch."""
+        """Instructions of a usual step."""
+        return tuple(each for each in self._ordered if not each.is_rare)
+
+    @cached_property
+    def _ordered(self) -> tuple[Instruction, ...]:
+        """All instructions as the strategy orders them for the sketch, with a prompt in each mini-batch."""
         strategy = next(each for each in STRATEGIES.values() if each.matches(self.placement))
         batch = BatchShape.of(self.spec)
         prompts = batch.num_mini_batches * batch.attempts
         batch = replace(batch, num_prompts=prompts, samples_per_prompt=1, segments=1)
-        ordered = strategy.order(self.whole_graph, self.placement, batch, self.spec)
-        return tuple(each for each in ordered if not each.is_rare)
+        return tuple(strategy.order(self.whole_graph, self.placement, batch, self.spec))
 
     @cached_property
     def refusal(self) -> str:
@@ -195,11 +214,19 @@ class Sketch:
     def runs(self) -> tuple[Run, ...]:
         return tuple(each for each in self.instructions if isinstance(each, Run))
 
+    def rare_calls(self, name: ModelName) -> tuple[PlacedCall, ...]:
+        """Return the calls of a placed model that most steps skip."""
+        return tuple(PlacedCall.of(run) for run in self._rare_runs if run.model == name)
+
+    @cached_property
+    def _rare_runs(self) -> tuple[Run, ...]:
+        return tuple(each for each in self._ordered if isinstance(each, Run) and each.is_rare)
+
     @cached_property
     def columns(self) -> dict[str, frozenset[str]]:
         """Placed model → the columns of a step that it reads and writes."""
         columns: dict[str, frozenset[str]] = {}
-        for run in self.runs:
+        for run in (*self.runs, *self._rare_runs):
             outcomes = (FINAL_OUTCOME,) if run.operator.kind == "train" else ()
             own = (*run.operator.reads, *run.operator.writes, *outcomes)
             columns[run.model] = columns.get(run.model, frozenset()).union(own)
@@ -222,14 +249,24 @@ class Sketch:
             calls[run.model].append(PlacedCall.of(run))
         if self.sleeper is not None:
             calls[self.sleeper] += [PlacedCall("switch", BatchShape.of(self.spec).mini_batches)] * 2
-        syncs = [each for each in self.instructions if isinstance(each, Sync)]
-        travelling = {name for each in syncs if each.proceeds_in_background for name in each.touches}
-        partners = {each.source: each.destination for each in syncs} | {each.destination: each.source for each in syncs}
         for name in self.names:
             switches = self.switches(name) if name in offloaded else ()
             trained, head = name in self.roles.trained, self.head(name)
-            own = tuple(calls[name]), head, name in travelling, switches, is_lean
-            yield SearchModel(name, trained, *own, partner=partners.get(name))
+            own = tuple(calls[name]), head, switches, is_lean
+            yield SearchModel(name, trained, *own, syncs=self.syncs_of(name), rare=self.rare_calls(name))
+
+    def syncs_of(self, name: ModelName) -> tuple[CopySync, ...]:
+        """Return the syncs of a placed model, one with each other copy."""
+        found: dict[ModelName, CopySync] = {}
+        for each in self._syncs:
+            if name in each.touches:
+                partner = each.destination if name == each.source else each.source
+                found[partner] = CopySync(partner, each.overlaps)
+        return tuple(found.values())
+
+    @cached_property
+    def _syncs(self) -> tuple[Sync, ...]:
+        return tuple(each for each in self.instructions if isinstance(each, Sync))
 
     def last_training(self, model: ModelName) -> str:
         """Return the task that ends the training of ``model``."""

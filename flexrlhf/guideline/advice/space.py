@@ -19,7 +19,7 @@ from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.searched_step import SearchedStep
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space_checks import check_searched_models, check_searched_settings, with_types_of_stages
-from flexrlhf.guideline.advice.uniform_mesh import UniformMesh
+from flexrlhf.guideline.advice.uniform_mesh import UniformMesh, layout_of
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.costs.links import MeshSide
 from flexrlhf.guideline.search.problem import (
@@ -153,9 +153,7 @@ class Space(SearchedStep):
         options = self.allowed(model.name, self.enumerator.options(model, mesh))
         options = tuple(option for option in options if lies_in_nodes(option, model, shape))
         more = self._bytes_of_source(model, mesh)
-        if not (more or self._steps_kept):
-            return options
-        return tuple(self._with_further_bytes(model, each, more) for each in options)
+        return tuple(self._with_further_bytes(model.name, mesh, each, more) for each in options)
 
     def allowed(self, part: str, options: tuple[Option, ...]) -> tuple[Option, ...]:
         """Return the options of a part that no plan has refused."""
@@ -167,7 +165,7 @@ class Space(SearchedStep):
         """Option of a model on a mesh of one class. ``settings``: of an option there with other calls."""
         mesh = self._mesh(shape)
         found = self.enumerator.option(model, mesh, settings)
-        return self._with_further_bytes(model, found, self._bytes_of_source(model, mesh))
+        return self._with_further_bytes(model.name, mesh, found, self._bytes_of_source(model, mesh))
 
     def faster_options(self, model: SearchModel, choice: Choice) -> list[Option]:
         """Return the options of a model on the mesh of ``choice``, which is of one class, and others between them, that
@@ -179,15 +177,14 @@ class Space(SearchedStep):
         options = self.allowed(model.name, (*self._options(model, shape), *found))
         return sorted((each for each in options if sum(each.seconds) < most), key=lambda each: sum(each.seconds))
 
-    def _with_further_bytes(self, model: SearchModel, option: Option, of_source: float) -> Option:
-        """Return ``option`` with the bytes ``of_source`` and of the rows of earlier steps that its model reads and
-        writes."""
-        kept = 0
-        if self._steps_kept:
-            assert isinstance(option.layout, MeshSide), "options of a Space have a side as layout"
-            columns = self.sketch.columns[model.name]
-            rows = -(-self.batch.num_rows // option.layout.dp)
-            kept = self._steps_kept * rows * sum(map(self._run_lengths.row_bytes, columns))
+    def _with_further_bytes(self, name: ModelName, mesh: UniformMesh, option: Option, of_source: float = 0.0) -> Option:
+        """Return ``option`` with the bytes ``of_source`` and of the rows of earlier steps that the model ``name`` of
+        the sketch reads and writes."""
+        if not (of_source or self._steps_kept):
+            return option
+        assert isinstance(option.settings, ModelSpec), "options of a Space have settings"
+        rows = self._steps_kept * self.enumerator.tried.most_rows(layout_of(mesh, option.settings))
+        kept = rows * sum(map(self._run_lengths.row_bytes, self.sketch.columns[name]))
         return replace(option, resting=option.resting + kept, active=option.active + of_source)
 
     @cached_property
