@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, Protocol
 
 from flexrlhf.config.model_settings import Head
@@ -67,7 +67,7 @@ class Transformer(DecoderSizes):
     def head_parameters(self) -> int:
         return self.hidden * (self.vocabulary if self.head == "causal" else 1)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Parameters of the model; a tied head counts once."""
         own_head = 0 if self.tied and self.head == "causal" else self.head_parameters
@@ -169,6 +169,11 @@ class Mesh:
     def __hash__(self) -> int:
         # of a few fields: meshes are keys of tables
         return hash((self.dp, self.tp, self.pp, self.cp, self.zero))
+
+    @cached_property
+    def unsharded(self) -> Mesh:
+        """The same devices without ZeRO."""
+        return replace(self, zero=0, sharded_over=0) if self.zero or self.sharded_over else self
 
     @property
     def size(self) -> int:

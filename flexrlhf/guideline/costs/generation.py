@@ -24,12 +24,12 @@ ONE_SHOT_SHARE = 0.7
 def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
     """Return the time of ``call.rows`` prompts and their responses on one replica."""
     found = decoding(call, profile.batching, mesh.dp)
-    parts = {"prefill": prefill_cost(call, mesh, profile).seconds}
+    prefill, step = _prefill_and_step(replace(call, decode_rows=1, pages=None), mesh, profile)
+    parts, speculation = {"prefill": prefill}, call.speculation
     if found.repeats:
         length = found.repeated / found.repeats
         again = replace(call, rows=max(1, round(found.repeats)), prompt=length, prompt_samples=1)
         parts["recomputation"] = prefill_cost(again, mesh, profile).seconds
-    step, speculation = _Step.of(call, mesh, profile), call.speculation
     if speculation is None:
         return Cost(parts | step.through(found.phases, call.prompt))
     drafting = speculation.drafting * sum(step.through(found.phases, call.prompt).values())
@@ -41,6 +41,12 @@ def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
 def step_cost(call: Call, mesh: Mesh, rows: float, context: float, profile: DecodeProfile) -> Cost:
     """Return the time of one decoding step of ``rows`` rows of ``context`` tokens."""
     return Cost(_Step.of(call, mesh, profile).through([DecodePhase(1, rows, context)], 0))
+
+
+@lru_cache(maxsize=4096)
+def _prefill_and_step(call: Call, mesh: Mesh, profile: DecodeProfile) -> tuple[float, _Step]:
+    """Return the time of prefill, and a decoding step: neither depends on how many rows are decoded together."""
+    return prefill_cost(call, mesh, profile).seconds, _Step.of(call, mesh, profile)
 
 
 def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:

@@ -190,8 +190,7 @@ def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
 
 def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> tuple[dict[str, float], int]:
     """Return the time of all micro-batches through the pipeline, by cause, and their number, whatever ZeRO shards."""
-    whole = replace(mesh, zero=0, sharded_over=0) if mesh.zero or mesh.sharded_over else mesh
-    parts, number = _whole_stages(call, whole, profile, training)
+    parts, number = _whole_stages(call, mesh.unsharded, profile, training)
     return dict(parts), number
 
 
