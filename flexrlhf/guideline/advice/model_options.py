@@ -113,8 +113,7 @@ class OptionEnumerator:
         if base is not None and not ALL_KINDS & set(model.kinds) <= self.tried.facts(model, base).kinds:
             return ()
         if (model, mesh) not in self._options:
-            # where a model is between its calls changes no time of these
-            figures = self._figures(replace(model, switches=(), syncs=()), mesh)
+            figures = self._figures(_by_itself(model), mesh)
             self._options[model, mesh] = tuple(
                 option for sharded, each in figures for option in self._options_of(model, mesh, sharded, each)
             )
@@ -194,7 +193,7 @@ class OptionEnumerator:
 
     def _caches(self, model: SearchModel, mesh: UniformMesh) -> Iterator[ModelSpec]:
         """Yield the settings of a rollout engine with room for any number of rows, in each of its splits."""
-        figures = self._figures(replace(model, switches=(), syncs=()), mesh)
+        figures = self._figures(_by_itself(model), mesh)
         found = (sharded.placed.settings for sharded, _ in figures)
         splits = {(settings.tp, settings.pp): settings for settings in found}
         for settings in splits.values():
@@ -279,6 +278,12 @@ class OptionEnumerator:
         rooms = sorted({size for _, size in figures.values()})
         for index, number in dict.fromkeys(_fastest_within(figures, room) for room in rooms):
             yield changed(passes[index], changes[number])
+
+
+def _by_itself(model: SearchModel) -> SearchModel:
+    """Return ``model`` without what its calls do not depend on: where it is between them, its syncs, and of a copy
+    lean passes, which are not tried."""
+    return replace(model, switches=(), syncs=(), is_lean=model.is_lean and not model.is_shadow)
 
 
 def _fastest_within(figures: Mapping[tuple[int, int], tuple[float, int]], room: int) -> tuple[int, int]:

@@ -177,9 +177,11 @@ class TriedSettings:
     def rollouts(self, base: ModelSpec, layout: Layout, rollout: RolloutSpec) -> Iterator[ModelSpec]:
         """Settings of a rollout engine, with room for the keys and values of more or fewer rows."""
         room = [padded_row(self.spec) * rows for rows in self._row_counts(layout, CACHE_SHARES)]
-        for tokens in room if rollout.kv_tokens is None else [rollout.kv_tokens]:
-            sized = rollout.model_copy(update={"kv_tokens": tokens})
-            yield rollout_settings(base, layout, self.spec.model_copy(update={"rollout": sized}))
+        room = room if rollout.kv_tokens is None else [rollout.kv_tokens]
+        sized = rollout.model_copy(update={"kv_tokens": room[-1]})
+        largest = rollout_settings(base, layout, self.spec.model_copy(update={"rollout": sized}))
+        for tokens in room:
+            yield largest.model_copy(update={"generate_tokens": min(tokens, largest.generate_tokens)})
 
     def _row_counts(self, layout: Layout, shares: Sequence[int]) -> list[int]:
         """Rows of the fullest replica over each of ``shares``, ascending."""
