@@ -106,7 +106,7 @@ class PlacedModel:
     def engine(self) -> str:
         return self.settings.engine
 
-    @property
+    @cached_property
     def facts(self) -> EngineFacts:
         return facts_of(self.engine)
 

@@ -263,22 +263,24 @@ def _position_on(model: PlacedModel, rank: int, sizes: Sizes | None) -> _Positio
 @lru_cache(maxsize=1024)
 def _parts(position: _Position, parameters: Parameters) -> Parts:
     # layers have the same parts, which are worth sharing: searches of large models make many of them
-    keys, alike = _part_keys(parameters)
+    keys, alike, _ = _part_keys(parameters)
     made = {key: position.part(*parameter) for key, parameter in alike.items()}
     return MappingProxyType({name: made[key] for name, key in keys.items()})
 
 
 @lru_cache(maxsize=1024)
 def _elements(position: _Position, parameters: Parameters) -> int:
-    keys, alike = _part_keys(parameters)
-    return sum(count * position.part(*alike[key]).num_elements for key, count in Counter(keys.values()).items())
+    _, alike, counts = _part_keys(parameters)
+    return sum(count * position.part(*alike[key]).num_elements for key, count in counts.items())
 
 
 @lru_cache(maxsize=256)
-def _part_keys(parameters: Parameters) -> tuple[dict[str, PartKey], dict[PartKey, tuple[str, tuple[int, ...]]]]:
-    """Return the key of the part of each parameter, and a parameter with each key."""
+def _part_keys(
+    parameters: Parameters,
+) -> tuple[dict[str, PartKey], dict[PartKey, tuple[str, tuple[int, ...]]], Counter[PartKey]]:
+    """Return the key of the part of each parameter, a parameter with each key, and the number of them."""
     keys = {name: _part_key(name, size) for name, size in parameters}
-    return keys, {keys[name]: (name, size) for name, size in parameters}
+    return keys, {keys[name]: (name, size) for name, size in parameters}, Counter(keys.values())
 
 
 def is_of_experts(name: str) -> bool:
