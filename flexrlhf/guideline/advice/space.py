@@ -184,8 +184,13 @@ class Space(SearchedStep):
             return option
         assert isinstance(option.settings, ModelSpec), "options of a Space have settings"
         rows = self._steps_kept * self.enumerator.tried.most_rows(layout_of(mesh, option.settings))
-        kept = rows * sum(map(self._run_lengths.row_bytes, self.sketch.columns[name]))
-        return replace(option, resting=option.resting + kept, active=option.active + of_source)
+        resting, active = option.resting + rows * self._row_bytes[name], option.active + of_source
+        return Option(option.seconds, resting, active, option.layout, option.settings)
+
+    @cached_property
+    def _row_bytes(self) -> Mapping[str, int]:
+        """Placed model → bytes of a row of the columns that it reads and writes."""
+        return {name: sum(map(self._run_lengths.row_bytes, own)) for name, own in self.sketch.columns.items()}
 
     @cached_property
     def _steps_kept(self) -> int:
