@@ -214,11 +214,17 @@ def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
 
 def _turned(model: PlacedModel, parameters: Parameters, rank: int) -> int:
     """Return the elements of ``Units.turned``."""
-    shards = model.num_shards // model.layout.ep
+    layout, shards = model.layout, model.num_shards // model.layout.ep
     experts = () if model.split != "rows" or shards == 1 else _experts(parameters)
     if not experts:
         return 0
-    gathered = parts_of(as_gathered(model), experts, rank)
+    place = layout.tp_index(rank) + layout.tp * (layout.of_weights.replica(rank) % layout.ep)
+    return _turned_of(model.engine, layout.tp, layout.ep, experts, place, shards)
+
+
+@lru_cache(maxsize=1024)
+def _turned_of(engine: str, tp: int, ep: int, experts: Parameters, rank: int, shards: int) -> int:
+    gathered = parts_of(as_gathered(_plain(engine, tp, ep)), experts, rank)
     sizes = {name: tuple(map(len, part.box)) for name, part in gathered.items()}
     return sum(math.prod(size) for name, size in sizes.items() if fsdp_dim(name, size, shards))
 
@@ -245,8 +251,7 @@ def with_fused_layers(parameters: Parameters) -> Parameters:
 
 @lru_cache(maxsize=1024)
 def _units_of(engine: str, tp: int, ep: int, is_scalar: bool, parameters: Parameters, rank: int) -> Units:
-    layout = Layout(tuple(range(tp * ep)), tp, ep=ep)
-    model = PlacedModel(ModelName(""), layout, trained=False, settings=_PLAIN_SETTINGS[engine])
+    model = _plain(engine, tp, ep)
     root, layer = _root_and_layer(parameters)
     head = () if is_scalar else _head(parameters)
     mlp = tuple(item for item in layer if ".mlp." in item[0])
@@ -255,6 +260,12 @@ def _units_of(engine: str, tp: int, ep: int, is_scalar: bool, parameters: Parame
     )
     largest = max((sliced_elements(model, (item,), rank) for item in {*_largest(root), *_largest(layer)}), default=0)
     return Units(total, outside, largest_layer, largest, head_elements, mlp_elements)
+
+
+def _plain(engine: str, tp: int, ep: int) -> PlacedModel:
+    """Return a model of so many tensor-parallel and expert-parallel ranks with the settings that an engine has."""
+    layout = Layout(tuple(range(tp * ep)), tp, ep=ep)
+    return PlacedModel(ModelName(""), layout, trained=False, settings=_PLAIN_SETTINGS[engine])
 
 
 def _largest(parameters: Parameters) -> Parameters:
