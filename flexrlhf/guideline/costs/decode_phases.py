@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from heapq import heappop, heappush
 from math import gcd, inf
+from typing import NamedTuple
 
 from flexrlhf.guideline.costs.cost_model import Call, Pages
 from flexrlhf.guideline.costs.profiles import Batching
@@ -27,8 +28,7 @@ MERGED = 0.1
 """Share by which the numbers of rows of two phases differ that are one."""
 
 
-@dataclass(frozen=True)
-class DecodePhase:
+class DecodePhase(NamedTuple):
     """DecodeSteps steps with the same number of live rows.
 
     steps:  steps, on the average

@@ -34,7 +34,7 @@ def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
         return Cost(parts | step.through(found.phases, call.prompt))
     drafting = speculation.drafting * sum(step.through(found.phases, call.prompt).values())
     steps, tokens = speculation.steps, 1 + speculation.drafted
-    verified = [replace(phase, steps=steps * phase.steps, tokens=tokens) for phase in found.phases]
+    verified = [phase._replace(steps=steps * phase.steps, tokens=tokens) for phase in found.phases]
     return Cost(parts | step.through(verified, call.prompt) | {"drafting": drafting})
 
 
