@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flexrlhf.config.model_settings import ModelSpec
@@ -32,6 +32,12 @@ class ShardedModel:
     def state(self) -> State:
         """State of the stage that stores most."""
         return max(self.stages, key=lambda state: state.resting)
+
+    def with_passes(self, settings: ModelSpec) -> PlacedModel:
+        """Return the model with ``settings``, which differ in passes, so that its parts are the same."""
+        placed = replace(self.placed, settings=settings)
+        vars(placed).update(split=self.placed.split, facts=self.placed.facts)
+        return placed
 
 
 @dataclass(frozen=True, eq=False)

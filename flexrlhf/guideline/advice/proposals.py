@@ -231,6 +231,10 @@ def _memory(problem: SearchProblem, device: int) -> float:
     return problem.pool.memory[kind]
 
 
+def _covers(choice: Choice, device: int) -> bool:
+    return choice.start <= device < choice.start + choice.size
+
+
 def _cheapest_swap(
     chosen: Sequence[Choice], pools: Sequence[Sequence[Choice]], device: int
 ) -> tuple[int, Choice] | None:
@@ -241,12 +245,17 @@ def _cheapest_swap(
     before = device_bytes(chosen, device)
     best: tuple[float, int, Choice] | None = None
     for index, pool in enumerate(pools):
-        if not chosen[index].start <= device < chosen[index].start + chosen[index].size:
+        if not _covers(chosen[index], device):
             continue
+        others = [each.option for at, each in enumerate(chosen) if at != index and _covers(each, device)]
+        resting = sum(option.resting for option in others)
+        active = max((option.active for option in others), default=0.0)
+        seconds = sum(chosen[index].option.seconds)
         for choice in pool:
-            freed = before - device_bytes([*chosen[:index], choice, *chosen[index + 1 :]], device)
+            option = choice.option
+            freed = before - (resting + option.resting + max(active, option.active))
             if freed > 0:
-                slower = sum(choice.option.seconds) - sum(chosen[index].option.seconds)
+                slower = sum(option.seconds) - seconds
                 price = slower / freed if slower > 0 else -freed
                 if best is None or price < best[0]:
                     best = price, index, choice
