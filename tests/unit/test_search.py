@@ -13,15 +13,9 @@ import pytest
 
 from benchmarks.fast_walk import overlaps_of, play
 from flexrlhf.guideline.search.assignments import clock
-from flexrlhf.guideline.search.bounds import (
-    UNDECIDED,
-    PartialAssignments,
-    areas_of,
-    cycle_bound,
-    floors_of,
-    partial_bound,
-)
+from flexrlhf.guideline.search.bounds import UNDECIDED, PartialAssignments, areas_of, floors_of, partial_bound
 from flexrlhf.guideline.search.branch_and_bound import search
+from flexrlhf.guideline.search.cycles import cycle_bound
 from flexrlhf.guideline.search.evaluate import call_graph, call_seconds, evaluate
 from flexrlhf.guideline.search.evaluate import link_seconds as seconds_of_link
 from flexrlhf.guideline.search.problem import (

@@ -1,163 +1,24 @@
 """Lower bounds on the time of any completion of assignments of which only some parts are decided.
 
-A step cannot be shorter than any cycle of waits that comes back to where it began one step later: calls in list order
-that share devices or read each other. It cannot be shorter than the work of all calls spread over all devices either,
-nor than a call, then everything that must run between it and a second one spread over all devices, then the second one
-and the way back (``Window``).
+A step cannot be shorter than the longest cycle of waits, nor than the work of all calls spread over all devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from flexrlhf.guideline.search.assignments import (
-    Overlaps,
-    Wait,
-    delay_to,
-    most_over,
-    pairwise,
-    relations,
-    rooms,
-    wait_of,
-)
-from flexrlhf.guideline.search.evaluate import CallGraph
+from flexrlhf.guideline.search.assignments import Overlaps, most_over, pairwise, relations, rooms
+from flexrlhf.guideline.search.cycles import Window, cycle_bound, windows_of
 from flexrlhf.guideline.search.tables import Bools, Floats, Ints, Tables
 
 UNDECIDED = -1
 """In place of the position of an option."""
-Paths = dict[int, Floats]
-"""Call → the longest way from the start of a first call to its end, (rows,)."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """Two calls, and the calls ``between`` that begin after ``first`` ends and end before ``last`` begins."""
-
-    first: int
-    last: int
-    between: tuple[int, ...]
-
-
 WHOLE = Window(-1, -1, ())
 """Key of the whole step where areas are stored by window."""
-
-
-def windows_of(graph: CallGraph) -> tuple[Window, ...]:
-    """Windows around calls of at least two parts that no other window contains."""
-    after = _orders(graph)
-    windows = []
-    for first in range(graph.num_calls):
-        for last in sorted(after[first]):
-            between = tuple(k for k in sorted(after[first]) if last in after[k] and graph.column[k] >= 0)
-            if len({graph.parts[k] for k in between}) > 1:
-                windows.append(Window(first, last, between))
-    return tuple(w for w in windows if not any(set(w.between) < set(other.between) for other in windows))
-
-
-def _orders(graph: CallGraph) -> list[set[int]]:
-    """Calls of the same turn that come after each call under every placement."""
-    after: list[set[int]] = [set() for _ in range(graph.num_calls)]
-    reads = {(edge.writer, edge.reader) for edge in graph.edges if edge.turns == 0}
-    for call in reversed(range(graph.num_calls)):
-        for later in range(call + 1, graph.num_calls):
-            if graph.every[call] == graph.every[later] == 1 and (
-                (call, later) in reads or set(graph.parts[call]) & set(graph.parts[later])
-            ):
-                after[call] |= {later, *after[later]}
-    return after
-
-
-def cycle_bound(
-    graph: CallGraph,
-    seconds: Sequence[Floats | float],
-    delays: Sequence[Floats | float],
-    overlaps: Overlaps,
-    rows: int,
-    areas: Mapping[Window, Floats | float],
-) -> Floats:
-    """Lower bound on the time of a step of each row, (rows,): the longest cycle of waits over the steps it spans.
-
-    ``areas``: window → device time of the calls in between, over the number of devices.
-    """
-    waits = _Waits(graph, seconds, delays, _waits_of(graph, overlaps), rows)
-    reached: dict[int, Paths] = {}
-    zeros, bound = np.zeros(rows), np.zeros(rows)
-    for first in reversed(waits.calls):
-        # to the ends of the later calls of the same turn, and from there to the next
-        reached[first] = waits.turn(waits.calls[waits.calls.index(first) + 1 :], {}, {first: zeros + seconds[first]})
-        np.maximum(bound, waits.start(first, reached[first], {}), out=bound)
-        for window, area in areas.items():
-            if window.first == first:
-                np.maximum(bound, seconds[first] + area + waits.start(first, reached[window.last], {}), out=bound)
-    for first in sorted({edge.reader for edge in graph.edges if edge.turns} & set(waits.calls)):
-        np.maximum(bound, waits.long_cycle(reached[first], first), out=bound)
-    return bound
-
-
-def _waits_of(graph: CallGraph, overlaps: Overlaps) -> list[list[Wait]]:
-    """Return the wait of each call for each other: where they share a device, and for weights in the background by the
-    calls that use them and by the next ones on their link."""
-    distinct = set(graph.parts)
-    of_parts = {(parts, others): wait_of(parts, others, overlaps) for parts in distinct for others in distinct}
-    waits = [[of_parts[parts, others] for others in graph.parts] for parts in graph.parts]
-    for other, filled in enumerate(graph.fills):
-        for call, parts in enumerate(graph.parts):
-            if filled >= 0 and (filled in parts or graph.fills[call] >= 0):
-                waits[call][other] = 0.0
-    return waits
-
-
-@dataclass(frozen=True, eq=False)
-class _Waits:
-    """Longest paths through relaxed steps. Calls that are not due in every step are left out: no cycle gets longer.
-
-    graph:    the calls.
-    seconds:  of each call.
-    delays:   time of each link.
-    waits:    wait of each call for each other call.
-    rows:     number of rows.
-    """
-
-    graph: CallGraph
-    seconds: Sequence[Floats | float]
-    delays: Sequence[Floats | float]
-    waits: Sequence[Sequence[Wait]]
-    rows: int
-
-    @cached_property
-    def calls(self) -> list[int]:
-        return [call for call in range(self.graph.num_calls) if self.graph.every[call] == 1]
-
-    def start(self, call: int, before: Paths, now: Paths) -> Floats:
-        """Start of a call, after the calls of the turn ``before`` and of its own."""
-        start = np.full(self.rows, -np.inf)
-        for other, end in (*before.items(), *now.items()):
-            delay_to(start, end, self.waits[call][other])
-        for edge in self.graph.edges_to[call]:
-            if edge.turns <= 1:
-                written = (before if edge.turns else now).get(edge.writer)
-                delay_to(start, written, self.delays[edge.rows] if edge.rows >= 0 else 0.0)
-        return start
-
-    def turn(self, calls: Iterable[int], before: Paths, now: Paths) -> Paths:
-        """Return ``now`` with the ends of ``calls`` of the same turn, after the calls of the turn ``before``."""
-        for call in calls:
-            now[call] = self.start(call, before, now) + self.seconds[call]
-        return now
-
-    def long_cycle(self, paths: Paths, first: int) -> Floats:
-        """Longest path from ``first`` back to it ``lag`` + 1 turns later, over those turns: through its reads of
-        earlier turns."""
-        before = paths
-        for _ in range(self.graph.lag):
-            before = self.turn(self.calls, before, {})
-        now = self.turn((call for call in self.calls if call < first), before, {})
-        return self.start(first, before, now) / (self.graph.lag + 1)
 
 
 @dataclass(frozen=True, eq=False)

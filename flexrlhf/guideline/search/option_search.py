@@ -8,7 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from flexrlhf.guideline.search.assignments import ROUNDING, clock, pairwise, relations
-from flexrlhf.guideline.search.bounds import UNDECIDED, cycle_bound
+from flexrlhf.guideline.search.bounds import UNDECIDED
+from flexrlhf.guideline.search.cycles import cycle_bound
 from flexrlhf.guideline.search.result import SearchState
 from flexrlhf.guideline.search.tables import Bools, Floats, Ints
 
