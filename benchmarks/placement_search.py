@@ -20,6 +20,8 @@ from benchmarks.fast_walk import overlaps_of, play
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.search.branch_and_bound import search
+from flexrlhf.guideline.search.link_table import LinkTable
+from flexrlhf.guideline.search.part_table import PartTable
 from flexrlhf.guideline.search.problem import (
     DevicePool,
     LinkEnd,
@@ -32,7 +34,7 @@ from flexrlhf.guideline.search.problem import (
     SearchTask,
 )
 from flexrlhf.guideline.search.result import SearchResult
-from flexrlhf.guideline.search.tables import LinkTable, PartTable, Tables, tables_of
+from flexrlhf.guideline.search.tables import Tables, tables_of
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.placement.routes import Relation, mesh_relation

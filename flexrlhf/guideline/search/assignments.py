@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexrlhf.guideline.search.evaluate import CallGraph
+from flexrlhf.guideline.search.part_table import Bools, Floats, Ints
 from flexrlhf.guideline.search.problem import Assignment, Choice
-from flexrlhf.guideline.search.tables import DISJOINT, OVERLAPPING, SAME, Bools, Floats, Ints, Tables
+from flexrlhf.guideline.search.tables import DISJOINT, OVERLAPPING, SAME, Tables
 from flexrlhf.guideline.simulation.walk import SteadySteps, due_after, executions
 
 ROUNDING = 1e-9

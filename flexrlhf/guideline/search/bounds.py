@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Literal
 
 import numpy as np
 
-from flexrlhf.guideline.search.assignments import Overlaps, most_over, pairwise, relations, rooms
+from flexrlhf.guideline.search.assignments import Overlaps, most_over, relations, rooms
 from flexrlhf.guideline.search.cycles import Window, cycle_bound, windows_of
-from flexrlhf.guideline.search.tables import Bools, Floats, Ints, Tables
+from flexrlhf.guideline.search.part_table import Bools, Floats, Ints
+from flexrlhf.guideline.search.tables import Tables
 
 UNDECIDED = -1
 """In place of the position of an option."""
@@ -30,6 +32,7 @@ class Floors:
     size:        least number of devices, by part.
     areas:       window → device time of its calls, (parts, shapes).
     least_area:  window → the least of them over the shapes, (parts,).
+    columns:     window → columns of the seconds of each part that belong to its calls.
     """
 
     allowed: Bools
@@ -37,6 +40,7 @@ class Floors:
     size: tuple[int, ...]
     areas: dict[Window, Floats]
     least_area: dict[Window, Floats]
+    columns: dict[Window, list[list[int]]]
 
 
 def areas_of(tables: Tables) -> dict[Window, Floats]:
@@ -62,7 +66,8 @@ def floors_of(tables: Tables, areas: dict[Window, Floats], allowed: Bools) -> Fl
     seconds = tuple(part.least_seconds[allowed[p]].min(axis=0) for p, part in enumerate(tables.parts))
     size = tuple(int(tables.sizes[mask].min()) for mask in allowed)
     least = {w: np.where(allowed, area, np.inf).min(axis=1) for w, area in areas.items()}
-    return Floors(allowed, seconds, size, areas, least)
+    columns = {w: [columns_in(tables, w, part) for part in range(len(tables.parts))] for w in areas}
+    return Floors(allowed, seconds, size, areas, least, columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,10 +112,11 @@ def partial_bound(tables: Tables, floors: Floors, partial: PartialAssignments, g
 
     Above ``goal`` it leaves out the time of links, which takes longest to compute.
     """
-    bound = _bound(tables, floors, partial)
+    figures = _figures(tables, floors, partial)
+    bound = figures.bound(tables, floors)
     left = np.flatnonzero(bound < goal)
     if len(left):
-        bound[left] = _bound(tables, floors, partial.rows(left), has_links=True)
+        bound[left] = figures.rows(left).bound(tables, floors, has_links=True)
     return bound
 
 
@@ -118,40 +124,65 @@ def part_bound(tables: Tables, floors: Floors, part: int, shapes: Ints) -> Float
     """Lower bound on the time of any assignment with ``part`` on meshes of ``shapes``, wherever they are, (n,)."""
     columns = np.zeros((len(shapes), 1), dtype=np.int64)
     partial = PartialAssignments((part,), columns, shapes[:, None], columns + UNDECIDED)
-    return _bound(tables, floors, partial, is_anywhere=True)
+    return _figures(tables, floors, partial, is_anywhere=True).bound(tables, floors)
 
 
-def _bound(
-    tables: Tables,
-    floors: Floors,
-    partial: PartialAssignments,
-    has_links: bool = False,
-    is_anywhere: bool = False,
-) -> Floats:
-    """Return the bound of each row, (n,). ``is_anywhere``: whether it holds wherever its parts are placed."""
-    graph, sizes = tables.graph, tables.sizes[partial.shapes]
-    column = {part: index for index, part in enumerate(partial.parts)}
+@dataclass(frozen=True, eq=False)
+class _Figures:
+    """What the bound of rows follows from.
+
+    partial:  the rows.
+    room:     bytes that the others leave to each part, (n, parts).
+    seconds:  decided part → least time of each of its tasks, (n, tasks).
+    fitting:  whether each part has an option that fits, (n,).
+    areas:    window → device time of its calls, over the number of devices, (n,).
+    """
+
+    partial: PartialAssignments
+    room: Floats
+    seconds: dict[int, Floats]
+    fitting: Bools
+    areas: dict[Window, Floats]
+
+    def rows(self, kept: Ints) -> _Figures:
+        if len(kept) == len(self.partial):
+            return self
+        seconds = {part: taken[kept] for part, taken in self.seconds.items()}
+        areas = {window: area[kept] for window, area in self.areas.items()}
+        return _Figures(self.partial.rows(kept), self.room[kept], seconds, self.fitting[kept], areas)
+
+    def bound(self, tables: Tables, floors: Floors, has_links: bool = False) -> Floats:
+        """Return the bound of each row, (n,)."""
+        graph, partial = tables.graph, self.partial
+        seconds: list[Floats | float] = [0.0] * graph.num_calls
+        for call, (mine, number) in enumerate(zip(graph.parts, graph.column, strict=True)):
+            if number >= 0:
+                decided = self.seconds.get(mine[0])
+                seconds[call] = float(floors.seconds[mine[0]][number]) if decided is None else decided[:, number]
+        delays: list[Floats | float] = [0.0] * len(tables.links)
+        if has_links:
+            delays = _link_bounds(tables, partial, self.room, seconds)
+        overlaps = _overlaps(tables, floors, partial.parts, partial.starts, tables.sizes[partial.shapes])
+        areas = {window: area for window, area in self.areas.items() if window is not WHOLE}
+        bound = cycle_bound(graph, seconds, delays, overlaps, len(partial), areas)
+        return np.where(self.fitting, np.maximum(bound, self.areas[WHOLE]), np.inf)
+
+
+def _figures(tables: Tables, floors: Floors, partial: PartialAssignments, is_anywhere: bool = False) -> _Figures:
+    """Return the figures of rows. ``is_anywhere``: whether they hold wherever its parts are placed."""
+    sizes = tables.sizes[partial.shapes]
     room = np.full(partial.starts.shape, tables.most_memory)
     if not is_anywhere:
         room = rooms(tables, partial.starts, sizes, partial.figures(tables, "resting"))
-    of_part = _part_seconds(tables, partial, room)
+    seconds = _part_seconds(tables, partial, room)
     fitting: Bools = np.ones(len(partial), dtype=np.bool_)
-    for part, taken in of_part.items():
-        fitting &= np.isfinite(taken).all(axis=1)
-        of_part[part] = np.where(np.isfinite(taken), taken, 0.0)
-    seconds: list[Floats | float] = [0.0] * graph.num_calls
-    for call, (mine, number) in enumerate(zip(graph.parts, graph.column, strict=True)):
-        if number >= 0:
-            part = mine[0]
-            seconds[call] = of_part[part][:, number] if part in column else float(floors.seconds[part][number])
-    delays: list[Floats | float] = [0.0] * len(tables.links)
-    if has_links:
-        delays = _link_bounds(tables, column, partial, room, seconds)
-    overlaps = _overlaps(tables, floors, partial.parts, partial.starts, sizes)
-    areas = {w: _area(tables, floors, w, partial, of_part, sizes) / tables.num_devices for w in floors.areas}
-    whole = areas.pop(WHOLE)
-    bound = np.maximum(cycle_bound(graph, seconds, delays, overlaps, len(partial), areas), whole)
-    return np.where(fitting, bound, np.inf)
+    for part, taken in seconds.items():
+        finite = np.isfinite(taken)
+        if not finite.all():
+            fitting &= finite.all(axis=1)
+            seconds[part] = np.where(finite, taken, 0.0)
+    areas = {w: _area(floors, w, partial, seconds, sizes) / tables.num_devices for w in floors.areas}
+    return _Figures(partial, room, seconds, fitting, areas)
 
 
 def _part_seconds(tables: Tables, partial: PartialAssignments, room: Floats) -> dict[int, Floats]:
@@ -159,28 +190,33 @@ def _part_seconds(tables: Tables, partial: PartialAssignments, room: Floats) -> 
     seconds = {}
     for column, part in enumerate(partial.parts):
         table, options = tables.parts[part], partial.options[:, column]
-        least = table.by_memory.least(partial.shapes[:, column], room[:, column])
-        seconds[part] = np.where((options == UNDECIDED)[:, None], least, table.seconds[options])
+        seconds[part] = table.by_memory.least(partial.shapes[:, column], room[:, column])
+        decided = options != UNDECIDED
+        if decided.any():
+            seconds[part] = np.where(decided[:, None], table.seconds[options], seconds[part])
     return seconds
 
 
 def _link_bounds(
-    tables: Tables,
-    column: dict[int, int],
-    partial: PartialAssignments,
-    room: Floats,
-    seconds: list[Floats | float],
+    tables: Tables, partial: PartialAssignments, room: Floats, seconds: list[Floats | float]
 ) -> list[Floats | float]:
     """Least delay of each row transfer in the ``room`` of both ends, 0 where one is undecided. The least time of syncs
     goes into ``seconds``."""
     delays: list[Floats | float] = [0.0] * len(tables.links)
     starts, shapes, sizes = partial.starts, partial.shapes, tables.sizes[partial.shapes]
+    # many links have the same ends
+    related: dict[tuple[int, int], Ints] = {}
+    places: dict[tuple[int, int], tuple[Ints, Ints]] = {}
     for index, table in enumerate(tables.links):
-        if table.link.source not in column or table.link.to not in column:
+        if table.link.source not in partial.parts or table.link.to not in partial.parts:
             continue
-        a, b = column[table.link.source], column[table.link.to]
-        relation = relations(starts[:, a], sizes[:, a], starts[:, b], sizes[:, b])
-        least = table.least_seconds((shapes[:, a], shapes[:, b]), relation, (room[:, a], room[:, b]))
+        ends = a, b = partial.parts.index(table.link.source), partial.parts.index(table.link.to)
+        if ends not in related:
+            related[ends] = relations(starts[:, a], sizes[:, a], starts[:, b], sizes[:, b])
+        for at, sides in zip(ends, table.alike, strict=True):
+            if (at, id(sides)) not in places:
+                places[at, id(sides)] = sides.places(shapes[:, at], room[:, at])
+        least = table.least_seconds(places[a, id(table.alike[0])], places[b, id(table.alike[1])], related[ends])
         if table.link.call >= 0:
             seconds[table.link.call] = least
         else:
@@ -190,7 +226,14 @@ def _link_bounds(
 
 def _overlaps(tables: Tables, floors: Floors, parts: Sequence[int], starts: Ints, sizes: Ints) -> Overlaps:
     """Overlaps of decided parts; an undecided part shares a device with another where there is no room for both."""
-    overlaps = dict(pairwise([*starts.T], [*sizes.T], parts))
+    first, end = np.ascontiguousarray(starts.T), np.ascontiguousarray((starts + sizes).T)
+    shared: Bools = first[:, None] < end[None, :]
+    shared &= shared.transpose(1, 0, 2).copy()
+    counts = shared.sum(axis=2).tolist()
+    overlaps: dict[tuple[int, int], Bools | bool] = {}
+    for i, j in combinations(range(len(parts)), 2):
+        pair = min(parts[i], parts[j]), max(parts[i], parts[j])
+        overlaps[pair] = shared[i, j] if 0 < counts[i][j] < len(starts) else counts[i][j] > 0
     undecided = [part for part in range(len(tables.parts)) if part not in parts]
     for position, part in enumerate(undecided):
         for other in undecided[position + 1 :]:
@@ -202,12 +245,7 @@ def _overlaps(tables: Tables, floors: Floors, parts: Sequence[int], starts: Ints
 
 
 def _area(
-    tables: Tables,
-    floors: Floors,
-    window: Window,
-    partial: PartialAssignments,
-    of_part: dict[int, Floats],
-    sizes: Ints,
+    floors: Floors, window: Window, partial: PartialAssignments, of_part: dict[int, Floats], sizes: Ints
 ) -> Floats:
     """Device time of the calls in ``window``, (n,). ``of_part``: decided part → its seconds."""
     area = np.zeros(len(partial))
@@ -216,8 +254,7 @@ def _area(
             area += floors.least_area[window][part]
             continue
         column = partial.parts.index(part)
-        columns = columns_in(tables, window, part)
-        taken = of_part[part][:, columns].sum(axis=1) * sizes[:, column]
+        taken = of_part[part][:, floors.columns[window][part]].sum(axis=1) * sizes[:, column]
         area += np.maximum(taken, by_shape[partial.shapes[:, column]])
     return area
 

@@ -32,9 +32,10 @@ from flexrlhf.guideline.search.hill_climb import (
     with_options,
 )
 from flexrlhf.guideline.search.option_search import OptionSearch
+from flexrlhf.guideline.search.part_table import Bools, Floats, Ints, PartTable
 from flexrlhf.guideline.search.problem import Assignment, SearchProblem
 from flexrlhf.guideline.search.result import SearchResult, SearchState
-from flexrlhf.guideline.search.tables import Bools, Floats, Ints, PartTable, Tables, tables_of
+from flexrlhf.guideline.search.tables import Tables, tables_of
 from flexrlhf.guideline.search.vectors import VectorPacking, with_vector_meshes
 
 MISSED = 0.002

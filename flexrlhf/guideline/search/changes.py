@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexrlhf.guideline.search.assignments import Key, Spot, columns_seconds
-from flexrlhf.guideline.search.tables import Bools, Floats, Ints, Tables
+from flexrlhf.guideline.search.part_table import Bools, Floats, Ints
+from flexrlhf.guideline.search.tables import Tables
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import numpy as np
 
 from flexrlhf.guideline.search.assignments import Overlaps, Wait, delay_to, key_of, wait_of
 from flexrlhf.guideline.search.evaluate import CallGraph
-from flexrlhf.guideline.search.tables import Floats
+from flexrlhf.guideline.search.part_table import Floats
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import numpy as np
 
 from flexrlhf.guideline.search.assignments import Spot
 from flexrlhf.guideline.search.changes import PartChanges
+from flexrlhf.guideline.search.part_table import Bools, Ints, PartTable
 from flexrlhf.guideline.search.problem import Assignment, Option
 from flexrlhf.guideline.search.result import SearchState
-from flexrlhf.guideline.search.tables import Bools, Ints, PartTable, Tables
+from flexrlhf.guideline.search.tables import Tables
 
 Height = tuple[float, float]
 """Bytes that are lacking, then seconds: lower is better."""

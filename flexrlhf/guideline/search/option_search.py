@@ -10,8 +10,8 @@ import numpy as np
 from flexrlhf.guideline.search.assignments import ROUNDING, clock, pairwise, relations
 from flexrlhf.guideline.search.bounds import UNDECIDED
 from flexrlhf.guideline.search.cycles import cycle_bound
+from flexrlhf.guideline.search.part_table import Bools, Floats, Ints
 from flexrlhf.guideline.search.result import SearchState
-from flexrlhf.guideline.search.tables import Bools, Floats, Ints
 
 CHUNK = 4096
 """Rows that are expanded at once."""

@@ -15,8 +15,9 @@ import numpy as np
 
 from flexrlhf.guideline.search.assignments import ROUNDING, Key, WholeAssignments, assignment_of, fits
 from flexrlhf.guideline.search.changes import PartChanges
+from flexrlhf.guideline.search.part_table import Floats, Ints
 from flexrlhf.guideline.search.problem import Assignment, device_bytes
-from flexrlhf.guideline.search.tables import Floats, Ints, Tables
+from flexrlhf.guideline.search.tables import Tables
 
 NEAREST = 16
 """Assignments that are timed although they do not fit."""

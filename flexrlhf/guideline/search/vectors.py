@@ -16,8 +16,9 @@ from math import gcd
 import numpy as np
 
 from flexrlhf.guideline.search.bounds import PartialAssignments
+from flexrlhf.guideline.search.part_table import Bools, Ints
 from flexrlhf.guideline.search.problem import Assignment, DevicePool, Meshes, SearchProblem, Vectors
-from flexrlhf.guideline.search.tables import Bools, Ints, Tables
+from flexrlhf.guideline.search.tables import Tables
 
 MOST_SIZES = 32
 """Most numbers of devices that a model is tried on: with more devices their multiples of one number, and the rest."""
