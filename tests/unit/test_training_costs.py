@@ -348,6 +348,20 @@ def test_more_replicas_never_gather_weights_faster():
         assert costs == sorted(costs)
 
 
+def test_shards_that_stay_gathered_in_a_call_are_gathered_once_and_whole_weights_never():
+    chance = random.Random(23)
+    for engine, stored in (("torch", "shards"), ("deepspeed", "whole")):
+        for _ in range(100):
+            call, mesh = replace(_call(chance), engine=engine), replace(_mesh(chance), dp=4, sharded_over=0)
+            profile = replace(PROFILES[engine], overlap=0.0)
+            whole, two, three = (
+                training.forward_cost(call, replace(mesh, zero=zero), profile).seconds for zero in (0, 2, 3)
+            )
+            once = training.gather_weights_seconds(call, replace(mesh, zero=2), profile)
+            assert two - whole == pytest.approx(once if stored == "shards" else 0.0, abs=1e-9 * whole)
+            assert two <= three
+
+
 def test_shards_in_host_memory_come_over_its_link_before_each_gather():
     chance = random.Random(22)
     for _ in range(100):

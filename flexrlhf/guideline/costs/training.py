@@ -102,8 +102,17 @@ class PassShape:
 def forward_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
     """Return the time of a forward pass over all rows of a replica."""
     parts, micro_batches = _stages(call, mesh, profile, training=False)
-    gather = micro_batches * gather_weights_seconds(call, mesh, profile) if mesh.zero == 3 else 0.0
+    number = _num_gathers(call, mesh, micro_batches)
+    gather = number * gather_weights_seconds(call, mesh, profile) if number else 0.0
     return Cost(_with_traffic(parts, {"gather": gather}, profile.overlap))
+
+
+def _num_gathers(call: Call, mesh: Mesh, micro_batches: int) -> int:
+    """Return how often a forward pass over all micro-batches gathers weights that ZeRO shards: for each at stage 3;
+    once at others at which replicas store shards, which stay gathered until the call ends."""
+    if mesh.zero == 3:
+        return micro_batches
+    return int(mesh.zero > 0 and facts_of(call.engine).split(mesh.zero) != "whole")
 
 
 def train_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
