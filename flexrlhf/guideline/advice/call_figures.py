@@ -33,7 +33,7 @@ class ShardedModel:
         """State of the stage that stores most."""
         return max(self.stages, key=lambda state: state.resting)
 
-    def with_passes(self, settings: ModelSpec) -> PlacedModel:
+    def placed_with(self, settings: ModelSpec) -> PlacedModel:
         """Return the model with ``settings``, which differ in passes, so that its parts are the same."""
         placed = replace(self.placed, settings=settings)
         vars(placed).update(split=self.placed.split, facts=self.placed.facts)

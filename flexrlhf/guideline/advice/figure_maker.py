@@ -135,7 +135,7 @@ class FigureMaker:
         kind, rows = call.kind, most_rows
         if kind not in ("generate", "forward", "train"):
             return 0
-        placed = sharded.with_passes(settings)
+        placed = sharded.placed_with(settings)
         if kind == "generate":
             # context-parallel ranks share the rows
             parts = placed.layout.cp

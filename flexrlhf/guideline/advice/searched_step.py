@@ -181,13 +181,7 @@ class SearchedStep:
 
 def _rows_side(end: LinkEnd) -> Hashable:
     """Return what a transfer of rows depends on of one end: how many ranks have which rows, on which devices."""
-    return end.shape.kinds, _of_rows(_side_of(end))
-
-
-@lru_cache(maxsize=4096)
-def _of_rows(side: MeshSide) -> MeshSide:
-    """Return ``side`` without what rows do not depend on."""
-    return replace(side, zero=0, shards=1, ep=1)
+    return end.shape.kinds, _side_of(end).of_rows
 
 
 def _sync_side(has_adapters: bool, end: LinkEnd) -> Hashable:

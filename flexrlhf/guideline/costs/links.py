@@ -9,7 +9,8 @@ of one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import ceil, log2, sqrt
 from pathlib import Path
 
@@ -152,6 +153,19 @@ class MeshSide:
     cp: int = 1
     ep: int = 1
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Hash, computed once: sides are keys of many tables."""
+        return hash((self.size, self.per_node, self.dp, self.tp, self.zero, self.shards, self.pp, self.cp, self.ep))
+
+    @cached_property
+    def of_rows(self) -> MeshSide:
+        """This side without what rows do not depend on."""
+        return _first_equal(replace(self, zero=0, shards=1, ep=1))
+
     @property
     def replica(self) -> int:
         """Ranks of a replica, which all have its rows."""
@@ -183,6 +197,12 @@ class MeshSide:
             return Traffic(0, 0, 0)
         merged = ceil(size * (1 + 1 / self.tp) / 2 / self.pp)
         return Traffic(merged, merged if self.node_share < 1 else 0)
+
+
+@lru_cache(maxsize=4096)
+def _first_equal(side: MeshSide) -> MeshSide:
+    """Return the first side that equals ``side``, so that tables with sides as keys need not compare them."""
+    return side
 
 
 def lacks_rows(writer: MeshSide, reader: MeshSide, relation: Relation) -> bool:
