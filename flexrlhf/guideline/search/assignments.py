@@ -188,7 +188,7 @@ def clock(
     # parts for which the same calls wait are free at the same time
     alike: dict[object, Floats] = {}
     free = [
-        alike.setdefault(tuple(key_of(each[part]) for each in waits.values()), np.zeros(rows))
+        alike.setdefault(tuple(_key_of(each[part]) for each in waits.values()), np.zeros(rows))
         for part in range(graph.num_parts)
     ]
     filled = [np.zeros(rows) for _ in range(graph.num_parts)]
@@ -228,7 +228,7 @@ def wait_of(parts: tuple[int, ...], others: tuple[int, ...], overlaps: Overlaps)
     return None if shared is False else np.where(shared, 0.0, -np.inf)
 
 
-def key_of(wait: Wait) -> object:
+def _key_of(wait: Wait) -> object:
     """Return a key that is equal for waits that are the same."""
     return wait if wait is None or isinstance(wait, float) else id(wait)
 

@@ -7,16 +7,24 @@ and a second one spread over all devices, then the second one and the way back (
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import combinations_with_replacement
+from operator import itemgetter, or_
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flexrlhf.guideline.search.assignments import Overlaps, Wait, delay_to, key_of, wait_of
+from flexrlhf.guideline.search.assignments import Overlaps, Wait, delay_to, wait_of
 from flexrlhf.guideline.search.evaluate import CallGraph
 from flexrlhf.guideline.search.part_table import Floats
+
+N = TypeVar("N", np.float64, np.bool_)
+T = TypeVar("T", float, bool)
+AT_ONCE = 4096
+"""Rows whose cycles are computed at once: the ways of more are no longer near a core."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,26 @@ def cycle_bound(
 
     ``areas``: window → device time of the calls in between, over the number of devices.
     """
-    return _Cycles(graph, seconds, delays, _waits_of(graph, overlaps), rows).longest(areas)
+    if rows <= AT_ONCE:
+        return _Cycles(graph, seconds, delays, _waits_of(graph, overlaps), rows).longest(areas)
+    pieces = [slice(at, min(at + AT_ONCE, rows)) for at in range(0, rows, AT_ONCE)]
+    bounds = [
+        cycle_bound(
+            graph,
+            [_in(piece, each) for each in seconds],
+            [_in(piece, each) for each in delays],
+            {pair: _in(piece, each) for pair, each in overlaps.items()},
+            piece.stop - piece.start,
+            {window: _in(piece, area) for window, area in areas.items()},
+        )
+        for piece in pieces
+    ]
+    return np.concatenate(bounds)
+
+
+def _in(piece: slice, values: NDArray[N] | T) -> NDArray[N] | T:
+    """Return the values of the rows of a piece; one for all rows as it is."""
+    return values[piece] if isinstance(values, np.ndarray) and len(values) > 1 else values
 
 
 def _waits_of(graph: CallGraph, overlaps: Overlaps) -> list[list[Wait]]:
@@ -105,30 +132,82 @@ class _Cycles:
         return [call for call in range(self.graph.num_calls) if self.graph.every[call] == 1]
 
     @cached_property
-    def edges(self) -> list[tuple[int, int, int, Floats | float]]:
-        """(place of the reader, of the writer, turns, delay) of the waits for results of the same turn or the last."""
+    def edges(self) -> tuple[list[list[tuple[int, Floats | float]]], ...]:
+        """(place of the writer, delay) of what each call reads of the same turn, and of the one before."""
         place = {call: at for at, call in enumerate(self.calls)}
-        return [
-            (place[edge.reader], place[edge.writer], edge.turns, self.delays[edge.rows] if edge.rows >= 0 else 0.0)
-            for edge in self.graph.edges
-            if edge.turns <= 1 and edge.reader in place and edge.writer in place
-        ]
+        edges: tuple[list[list[tuple[int, Floats | float]]], ...] = ([[] for _ in place], [[] for _ in place])
+        for edge in self.graph.edges:
+            if edge.turns <= 1 and edge.reader in place and edge.writer in place:
+                delay = self.delays[edge.rows] if edge.rows >= 0 else 0.0
+                edges[edge.turns][place[edge.reader]].append((place[edge.writer], delay))
+        return edges
+
+    @cached_property
+    def ended(self) -> list[int]:
+        """Bits of the calls that have ended, in every row, before the call at each place of the same turn begins."""
+        ended: list[int] = []
+        for at, call in enumerate(self.calls):
+            writers = [writer for writer, _ in self.edges[0][at]]
+            writers += [place for place in range(at) if isinstance(self.waits[call][self.calls[place]], float)]
+            ended.append(_any_bit(1 << writer | ended[writer] for writer in writers))
+        return ended
+
+    @cached_property
+    def ended_before(self) -> list[int]:
+        """Bits of the calls of the turn before that have ended, in every row, before the call at each place begins."""
+        ended: list[int] = []
+        for at, call in enumerate(self.calls):
+            writers = [writer for writer, _ in self.edges[1][at]]
+            writers += [place for place, other in enumerate(self.calls) if isinstance(self.waits[call][other], float)]
+            own = _any_bit(1 << writer | self.ended[writer] for writer in writers)
+            ended.append(own | self._before_others(at, ended))
+        return ended
+
+    def _before_others(self, at: int, ended: Sequence[int]) -> int:
+        """Return the bits in ``ended`` of the calls of the same turn that have ended before the one at a place."""
+        return _any_bit(mine for place, mine in enumerate(ended[:at]) if self.ended[at] >> place & 1)
+
+    def _waits(self, at: int, turns: int, ended: int) -> list[tuple[int, Wait]]:
+        """Return the (place, wait or delay) of the calls of ``turns`` before that may delay the call at a place.
+
+        One that has ended before another begins delays nothing that waits for the other. ``ended``: bits of such ones.
+        """
+        found: list[tuple[int, Wait]] = []
+        for writer, delay in sorted(self.edges[turns][at], key=itemgetter(0), reverse=True):
+            if not isinstance(delay, float) or delay or not ended >> writer & 1:
+                found.append((writer, delay))
+                ended |= 1 << writer | self.ended[writer]
+        waits = self.waits[self.calls[at]]
+        for place in reversed(range(len(self.calls) if turns else at)):
+            wait = waits[self.calls[place]]
+            if wait is not None and not ended >> place & 1:
+                found.append((place, wait))
+                if isinstance(wait, float):
+                    ended |= 1 << place | self.ended[place]
+        return found
+
+    @cached_property
+    def same_turn(self) -> list[list[tuple[int, Wait]]]:
+        """Waits of each call for those of the same turn."""
+        return [self._waits(at, 0, 0) for at in range(len(self.calls))]
+
+    @cached_property
+    def last_turn(self) -> list[list[tuple[int, Wait]]]:
+        """Waits of each call for those of the turn before."""
+        return [self._waits(at, 1, 0) for at in range(len(self.calls))]
+
+    @cached_property
+    def last_turn_after_same(self) -> list[list[tuple[int, Wait]]]:
+        """Waits of each call for those of the turn before, next to those of the same turn."""
+        return [self._waits(at, 1, self._before_others(at, self.ended_before)) for at in range(len(self.calls))]
 
     def longest(self, areas: Mapping[Window, Floats | float]) -> Floats:
         """Longest cycle of each row, over the steps it spans, (rows,)."""
         ends, bound = self.ends, np.zeros(self.rows)
-        for at, (call, end) in enumerate(zip(self.calls, ends, strict=True)):
-            # of the ways that wait alike, the longest
-            alike: dict[object, tuple[Wait, list[int]]] = {}
-            for first, other in enumerate(self.calls[: at + 1]):
-                wait = self.waits[other][call]
-                alike.setdefault(key_of(wait), (wait, []))[1].append(first)
-            for wait, firsts in alike.values():
-                if wait is not None:
-                    delay_to(bound, (end if len(firsts) == len(end) else end[firsts]).max(axis=0), wait)
-        for reader, writer, turns, delay in self.edges:
-            if turns and writer >= reader:
-                delay_to(bound, ends[writer][reader], delay)
+        for first, waits in enumerate(self.last_turn):
+            for place, wait in waits:
+                if place >= first:
+                    delay_to(bound, ends[place][first], wait)
         for window, area in areas.items():
             first, last = self.calls.index(window.first), self.calls.index(window.last)
             before = [end[last] if at >= last else None for at, end in enumerate(ends)]
@@ -144,26 +223,22 @@ class _Cycles:
         ends: list[Floats] = []
         for at, call in enumerate(self.calls):
             ways = np.full((at + 1, self.rows), -np.inf)
-            for before, end in enumerate(ends):
-                delay_to(ways[: before + 1], end, self.waits[call][self.calls[before]])
-            for reader, writer, turns, delay in self.edges:
-                if reader == at and not turns:
-                    delay_to(ways[: writer + 1], ends[writer], delay)
+            for place, wait in self.same_turn[at]:
+                delay_to(ways[: place + 1], ends[place], wait)
             ways += self.seconds[call]
             ways[at] = self.seconds[call]
             ends.append(ways)
         return ends
 
-    def start(self, at: int, before: Sequence[Floats | None], now: Sequence[Floats | None]) -> Floats:
-        """Start of the call at a place, after the ends of the turn ``before``, by call, and of the first of its own."""
-        shape = next((end.shape for end in (*before, *now) if end is not None), (self.rows,))
-        start, waits = np.full(shape, -np.inf), self.waits[self.calls[at]]
-        for ends in (before, now):
-            for other, end in zip(self.calls, ends, strict=False):
-                delay_to(start, end, waits[other])
-        for reader, writer, turns, delay in self.edges:
-            if reader == at and (turns or writer < len(now)):
-                delay_to(start, before[writer] if turns else now[writer], delay)
+    def start(self, at: int, before: Sequence[Floats | None], now: Sequence[Floats]) -> Floats:
+        """Start of the call at a place, after the ends of the turn ``before``, by call, and of the first of its own, up
+        to it if there are any."""
+        shape = next(end.shape for end in before if end is not None)
+        start = np.full(shape, -np.inf)
+        for place, wait in self.last_turn_after_same[at] if now else self.last_turn[at]:
+            delay_to(start, before[place], wait)
+        for place, wait in self.same_turn[at] if now else ():
+            delay_to(start, now[place], wait)
         return start
 
     def long_cycles(self) -> Iterator[Floats]:
@@ -188,3 +263,8 @@ class _Cycles:
         for at, call in enumerate(self.calls[:number]):
             now.append(self.start(at, before, now) + self.seconds[call])
         return now
+
+
+def _any_bit(masks: Iterable[int]) -> int:
+    """Return the bits of any of ``masks``."""
+    return reduce(or_, masks, 0)
