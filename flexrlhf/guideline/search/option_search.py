@@ -162,18 +162,18 @@ class OptionSearch:
 
     def _link(self, index: int, chosen: Sequence[int], rows: Ints) -> Floats:
         """Return the time of a link, the least over the options of an end that is undecided, (n,) or (1,)."""
-        table, relation = self.tables.links[index], np.array([self.relation[index]])
+        table, relation = self.tables.links[index], np.array([[self.relation[index]]])
         a, b = table.link.source, table.link.to
-        if a in chosen and b in chosen:
-            return table.seconds(table.source.end[rows[:, a]], table.to.end[rows[:, b]], relation)
-        sources, targets = self.ends[a], self.ends[b]
         if index not in self.between:
-            self.between[index] = table.seconds(sources[:, None], targets[None, :], relation[:, None])
+            (_, sources), (_, targets) = self.ends[a], self.ends[b]
+            self.between[index] = table.seconds(sources[:, None], targets[None, :], relation)
         between = self.between[index]
+        if a in chosen and b in chosen:
+            return between[self.ends[a][0][rows[:, a]], self.ends[b][0][rows[:, b]]]
         if a in chosen:
-            return np.asarray(between.min(axis=1)[np.searchsorted(sources, table.source.end[rows[:, a]])])
+            return np.asarray(between.min(axis=1)[self.ends[a][0][rows[:, a]]])
         if b in chosen:
-            return np.asarray(between.min(axis=0)[np.searchsorted(targets, table.to.end[rows[:, b]])])
+            return np.asarray(between.min(axis=0)[self.ends[b][0][rows[:, b]]])
         return np.asarray(between.min(keepdims=True)[0])
 
     @cached_property
@@ -182,9 +182,15 @@ class OptionSearch:
         return [part.seconds[mine].min(axis=0) for part, mine in zip(self.tables.parts, self.sets, strict=True)]
 
     @cached_property
-    def ends(self) -> list[Ints]:
-        """Ends of links of the options that each part has left."""
-        return [np.unique(part.end[mine]) for part, mine in zip(self.tables.parts, self.sets, strict=True)]
+    def ends(self) -> list[tuple[Ints, Ints]]:
+        """Number of each option's end of links, and the ends, of the options that each part has left."""
+        found = []
+        for part, mine in zip(self.tables.parts, self.sets, strict=True):
+            ends, numbers = np.unique(part.end[mine], return_inverse=True)
+            number = np.zeros(len(part.end), dtype=np.int64)
+            number[mine] = numbers
+            found.append((number, ends))
+        return found
 
 
 def _expand(rows: Ints, part: int, options: Ints) -> Ints:
