@@ -163,7 +163,7 @@ class MeshSide:
 
     @cached_property
     def of_rows(self) -> MeshSide:
-        """This side without what rows do not depend on."""
+        """Side without all that rows do not depend on."""
         return _first_equal(replace(self, zero=0, shards=1, ep=1))
 
     @property
