@@ -112,7 +112,7 @@ def partial_bound(tables: Tables, floors: Floors, partial: PartialAssignments, g
 
     Above ``goal`` it leaves out the time of links, which takes longest to compute.
     """
-    figures = _figures(tables, floors, partial)
+    figures = _partial_figures(tables, floors, partial)
     bound = figures.bound(tables, floors)
     left = np.flatnonzero(bound < goal)
     if len(left):
@@ -124,12 +124,12 @@ def part_bound(tables: Tables, floors: Floors, part: int, shapes: Ints) -> Float
     """Lower bound on the time of any assignment with ``part`` on meshes of ``shapes``, wherever they are, (n,)."""
     columns = np.zeros((len(shapes), 1), dtype=np.int64)
     partial = PartialAssignments((part,), columns, shapes[:, None], columns + UNDECIDED)
-    return _figures(tables, floors, partial, is_anywhere=True).bound(tables, floors)
+    return _partial_figures(tables, floors, partial, is_anywhere=True).bound(tables, floors)
 
 
 @dataclass(frozen=True, eq=False)
-class _Figures:
-    """What the bound of rows follows from.
+class _PartialFigures:
+    """Figures of rows, from which their bounds follow.
 
     partial:  the rows.
     room:     bytes that the others leave to each part, (n, parts).
@@ -144,12 +144,12 @@ class _Figures:
     fitting: Bools
     areas: dict[Window, Floats]
 
-    def rows(self, kept: Ints) -> _Figures:
+    def rows(self, kept: Ints) -> _PartialFigures:
         if len(kept) == len(self.partial):
             return self
         seconds = {part: taken[kept] for part, taken in self.seconds.items()}
         areas = {window: area[kept] for window, area in self.areas.items()}
-        return _Figures(self.partial.rows(kept), self.room[kept], seconds, self.fitting[kept], areas)
+        return _PartialFigures(self.partial.rows(kept), self.room[kept], seconds, self.fitting[kept], areas)
 
     def bound(self, tables: Tables, floors: Floors, has_links: bool = False) -> Floats:
         """Return the bound of each row, (n,)."""
@@ -168,7 +168,9 @@ class _Figures:
         return np.where(self.fitting, np.maximum(bound, self.areas[WHOLE]), np.inf)
 
 
-def _figures(tables: Tables, floors: Floors, partial: PartialAssignments, is_anywhere: bool = False) -> _Figures:
+def _partial_figures(
+    tables: Tables, floors: Floors, partial: PartialAssignments, is_anywhere: bool = False
+) -> _PartialFigures:
     """Return the figures of rows. ``is_anywhere``: whether they hold wherever its parts are placed."""
     sizes = tables.sizes[partial.shapes]
     room = np.full(partial.starts.shape, tables.most_memory)
@@ -182,7 +184,7 @@ def _figures(tables: Tables, floors: Floors, partial: PartialAssignments, is_any
             fitting &= finite.all(axis=1)
             seconds[part] = np.where(finite, taken, 0.0)
     areas = {w: _area(floors, w, partial, seconds, sizes) / tables.num_devices for w in floors.areas}
-    return _Figures(partial, room, seconds, fitting, areas)
+    return _PartialFigures(partial, room, seconds, fitting, areas)
 
 
 def _part_seconds(tables: Tables, partial: PartialAssignments, room: Floats) -> dict[int, Floats]:
