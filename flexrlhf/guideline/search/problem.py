@@ -389,5 +389,9 @@ Assignment = tuple[Choice, ...]
 
 def device_bytes(chosen: Sequence[Choice], device: int) -> float:
     """Return the most bytes that the parts on a device need."""
-    options = [choice.option for choice in chosen if choice.start <= device < choice.start + choice.size]
-    return sum(option.resting for option in options) + max((option.active for option in options), default=0.0)
+    resting, active = 0.0, 0.0
+    for choice in chosen:
+        if choice.start <= device < choice.start + choice.size:
+            resting += choice.option.resting
+            active = max(active, choice.option.active)
+    return resting + active
