@@ -177,6 +177,24 @@ def _random_assignments(space: OperatorSpace, drawn: Random) -> Iterator[Assignm
             yield tuple(chosen)
 
 
+def test_frozen_models_are_gathered_once_in_a_call_where_whole_ones_do_not_fit() -> None:
+    """It is faster than to gather them for each pass, and than tensor-parallel parts; the plan fits as written."""
+    models = [f"models.{role}.init={LLAMA_7B}" for role in ("actor", "reward")]
+    nodes = "cluster={nodes: [{count: 4, devices: 4, class: V100-32G}]}"
+    texts = ("data.max_prompt_tokens=256", "data.max_response_tokens=256", "models.all.dtype=float16")
+    best, *others = (
+        advise_operators(
+            spec_of(None, 16, TRANSFORMERS, *models, *texts, nodes, PPO, *fixed), AnalyticCosts(), None, 1.0
+        )
+        for fixed in ((), *([f"models.{role}.zero={zero}" for role in ("ref", "reward")] for zero in (0, 3)))
+    )
+    assert all(best.simulation.seconds < 0.995 * each.simulation.seconds for each in others)
+    assert {best.spec.operators[name].zero for name in ("ref_logprobs", "scores")} == {2}
+    plan = make_plan(best.spec)
+    assert not plan.offloaded
+    assert all(memory.peak_bytes <= (plan.device_bytes(memory.rank) or 0) for memory in plan.memories)
+
+
 def test_another_engine_generates_where_that_of_the_role_does_not() -> None:
     advice = found("models.actor.engine=megatron", "models.critic.engine=megatron")
     placement = advice.spec.placement

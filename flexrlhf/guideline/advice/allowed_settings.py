@@ -55,15 +55,15 @@ class AllowedSettings:
                 if self.is_allowed(model, mesh, placed):
                     yield placed
                 continue
-            stages: dict[int, list[PlacedModel]] = {}
-            for zero, shard in product(self.tried.stages(model, base), self.tried.shards(model, mesh, own)):
+            stages, by_stage = self.tried.stages(model, mesh, base, tp * pp), dict[int, list[PlacedModel]]()
+            for zero, shard in product(stages, self.tried.shards(model, mesh, own)):
                 change = {"zero": zero, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "shard": shard}
                 sharded = self._as_set(model, mesh, layout, own.model_copy(update=change))
                 if sharded is not None and self.is_allowed(model, mesh, sharded):
-                    stages.setdefault(zero, []).append(sharded)
+                    by_stage.setdefault(zero, []).append(sharded)
             # of a single replica no stage shards anything
-            for zero in stages if tp * pp < mesh.size else [*stages][:1]:
-                yield from stages[zero]
+            for zero in by_stage if tp * pp < mesh.size else [*by_stage][:1]:
+                yield from by_stage[zero]
 
     def _allowed_layout(
         self, mesh: UniformMesh, tp: int, pp: int, cp: int, ep: int, is_rollout: bool, crosses: bool

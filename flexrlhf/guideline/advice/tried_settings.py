@@ -26,6 +26,9 @@ WHOLE_NODES = (16, 32, 64)
 """Tensor-parallel ranks on several nodes that are tried for rollout engines, of models with experts or large ones."""
 LARGE = 0.25
 """Share of a node's memory that the weights of a model take, from which it is a large one."""
+GATHERED_ONCE = (0.25, 0.75)
+"""Shares of a device's memory that the weights of a model take where they are tried as shards that are gathered once in
+a call: smaller ones are on each rank anyway, and larger ones leave no room for passes."""
 CONTEXT_PARALLEL = (1, 2, 4, 8)
 LEAST_EVENER = 0.1
 """Share by which context-parallel ranks have to shorten the work of the fullest replica, of rows that are not long."""
@@ -153,16 +156,24 @@ class TriedSettings:
 
     def _fills_node(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> bool:
         """Whether the weights of a model take ``LARGE`` of the memory of a node's devices."""
-        item = DTYPE_BYTES[(self.spec.rollout.dtype if model.is_rollout else None) or base.dtype]
-        room = mesh.per_node * mesh.device.usable_bytes
-        return self.shapes[model.role].num_parameters * item >= LARGE * room
+        return self._weights_share(model, mesh, base) >= LARGE * mesh.per_node
 
-    def stages(self, model: SearchModel, base: ModelSpec) -> tuple[int, ...]:
-        """ZeRO stages that are tried; of a copy that is not trained weights on each rank, or sharded in passes, too."""
-        in_yaml, stages = self._in_yaml(model, base, "zero"), self.facts(model, base).zero
+    def _weights_share(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> float:
+        """Return the weights of a model in memories of a device."""
+        item = DTYPE_BYTES[(self.spec.rollout.dtype if model.is_rollout else None) or base.dtype]
+        return self.shapes[model.role].num_parameters * item / mesh.device.usable_bytes
+
+    def stages(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, parts: int) -> tuple[int, ...]:
+        """ZeRO stages that are tried for a model whose replicas are ``parts`` ranks: if it is not trained weights on
+        each rank, shards that are gathered for each pass and, in replicas of one rank, shards that are gathered once in
+        a call."""
+        in_yaml, facts = self._in_yaml(model, base, "zero"), self.facts(model, base)
         if in_yaml is not None:
             return (in_yaml,)
-        return stages if model.trained else tuple(stage for stage in stages if stage in (0, 3))
+        least, most = GATHERED_ONCE
+        stays_gathered = facts.split(2) != "whole" and least <= self._weights_share(model, mesh, base) <= most
+        tried = (0, 2, 3) if stays_gathered and parts == 1 else (0, 3)
+        return tuple(stage for stage in facts.zero if model.trained or stage in tried)
 
     def _in_yaml(self, model: SearchModel, base: ModelSpec, setting: str) -> int | None:
         """Value of a setting of this copy in the YAML; None: it is open."""
