@@ -74,7 +74,6 @@ EPISODE_FAILURES = {
     "late": "had not replied by the deadline of a turn",
     "replay": "replied otherwise when it was played again",
     "tokens": "replied with what is too long, or is no message of the chat template",
-    "machine": "is on a machine that did not reply",
     "load": "could not be loaded, or its process not started",
 }
 """Kinds of failures of an environment, and their definitions."""

@@ -20,7 +20,6 @@ from flexrlhf.cli.plan import data, plan
 from flexrlhf.cli.profile import profile
 from flexrlhf.cli.results import compare, export, report
 from flexrlhf.cli.run import join, run
-from flexrlhf.cli.serve import serve
 from flexrlhf.cli.serve_reward import serve_reward
 from flexrlhf.cli.settings import schema, settings
 from flexrlhf.cli.simulate import simulate
@@ -29,7 +28,7 @@ from flexrlhf.cli.slurm import slurm
 from flexrlhf.cli.verify import verify
 
 COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
-    "Train": (run, join, serve, serve_reward, slurm, doctor),
+    "Train": (run, join, serve_reward, slurm, doctor),
     "Before a run": (plan, data, settings, schema),
     "Which placement, how fast": (advise, size, simulate, profile, import_),
     "After a run": (chat, report, compare, verify, export),

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from flexrlhf.config.placement_settings import Ranks
 from flexrlhf.config.secrets import hidden
 from flexrlhf.config.strict_model import LEAST_SECONDS, StrictModel
 from flexrlhf.config.user_paths import UserPath, user_path
@@ -49,15 +48,6 @@ class EnvironmentSpec(StrictModel):
         "name (not needed for an only tool) and the group arguments (JSON), or one for each argument (text)",
     )
     processes: int = Field(4, ge=1, le=16384, description="processes of all ranks; an episode has one at a time")
-    nodes: Ranks | None = Field(
-        None,
-        description="machines on which the processes run, in equal parts: their numbers in cluster.nodes, as a list or "
-        "as 0-3; null: the machine of the rank that generates; also as placement.environment",
-    )
-    hosts: tuple[str, ...] = Field(
-        (),
-        description="further machines on which they run, which need no devices: HOST:PORT of `flexrlhf serve` there",
-    )
     timeout_seconds: float = Field(30.0, ge=LEAST_SECONDS, description="limit of one reply; its process is then ended")
     seconds: float = Field(0.0, ge=0, description="time of one reply that simulate and advise assume")
     memory_mb: int | None = Field(None, ge=64, description="limit of a process's memory; null: none")
@@ -78,11 +68,6 @@ class EnvironmentSpec(StrictModel):
         """The environment, or its tools, as written."""
         return self.path or ", ".join(self.tools)
 
-    @property
-    def machines(self) -> tuple[int | str, ...]:
-        """Nodes and hosts on which processes run; empty: they are next to the ranks that generate."""
-        return (*(self.nodes or ()), *self.hosts)
-
     @model_validator(mode="after")
     def _replies_exist(self) -> Self:
         if self.path is None and not self.tools:
@@ -91,16 +76,6 @@ class EnvironmentSpec(StrictModel):
             raise ValueError(
                 f"options are of the class in path, found {shown(hidden(self.options))} and no path; remove them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _nodes_have_processes(self) -> Self:
-        if self.nodes is not None and (not self.nodes or len(set(self.nodes)) != len(self.nodes)):
-            raise ValueError(f"nodes must be distinct, found {list(self.nodes)}")
-        if len(set(self.hosts)) != len(self.hosts):
-            raise ValueError(f"hosts must be distinct, found {', '.join(self.hosts)}")
-        if len(self.machines) > self.processes:
-            raise ValueError(f"{len(self.machines)} machines for {self.processes} processes; use fewer, or processes")
         return self
 
     @field_validator("tool_format")

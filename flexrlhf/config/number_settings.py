@@ -27,9 +27,7 @@ HOW_SCORED = frozenset(
     {"batch_size", "seconds", "timeout_seconds", "workers", "deadline_seconds", "retries", "concurrency", "headers"}
 )
 """Settings of a source of scores that change how it is called, not the scores."""
-HOW_CALLED = frozenset(
-    {"processes", "nodes", "hosts", "timeout_seconds", "seconds", "memory_mb", "open_files", "max_failures"}
-)
+HOW_CALLED = frozenset({"processes", "timeout_seconds", "seconds", "memory_mb", "open_files", "max_failures"})
 """Settings of an environment that change how it is called, not its replies."""
 PATHS = frozenset({"path", "tokenizer", "chat_template"})
 """Settings that name a file or directory."""

@@ -13,7 +13,6 @@ from pydantic import (
     GetJsonSchemaHandler,
     PlainSerializer,
     StrictInt,
-    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema
@@ -29,7 +28,7 @@ class NodeSpec(StrictModel):
     """Machines of one kind."""
 
     count: int = Field(1, ge=1, description="machines")
-    devices: int = Field(description="devices in each machine", json_schema_extra={"minimum": 1})
+    devices: int = Field(ge=1, description="devices in each machine")
     device_class: str = Field("any", alias="class", description="such as A100-80G: device memory and compute figures")
     memory_gb: float | None = Field(
         None, gt=0, description="GB of one device that models and calls may fill; null: what its class leaves"
@@ -49,16 +48,6 @@ class NodeSpec(StrictModel):
         description="speed of one device, relative to those of the other nodes, by which rows are shared and measured "
         "times are scaled; `flexrlhf doctor` measures it; null: that of the class",
     )
-
-    @field_validator("devices")
-    @classmethod
-    def _has_devices(cls, value: int) -> int:
-        if value < 1:
-            raise ValueError(
-                f"expected at least 1, found {value}: every node has ranks; a machine without devices runs episodes "
-                f"alone, see placement.environment.hosts"
-            )
-        return value
 
 
 class ClusterSpec(StrictModel):
@@ -180,14 +169,6 @@ class OperatorPlacement(PlacementEntry):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class EnvironmentPlacement(StrictModel):
-    """Processes in which episodes run, and their machines: the settings of the same names of ``environment``."""
-
-    processes: int | None = Field(None, ge=1, le=16384, description="environment.processes")
-    nodes: Ranks | None = Field(None, description="environment.nodes")
-    hosts: tuple[str, ...] | None = Field(None, description="environment.hosts")
-
-
 OperatorEntry = Annotated[OperatorPlacement, BeforeValidator(_entry, json_schema_input_type=OperatorPlacement | Exact)]
 PLACEMENT_SETTINGS = ("train_share", "span_classes")
 
@@ -195,8 +176,7 @@ PLACEMENT_SETTINGS = ("train_share", "span_classes")
 class PlacementMap(BaseModel):
     """Mapping form of a placement: placed model → ratio, or → ratio, ranks, on, row_shares; or ``operators``.
 
-    ``train_share`` and ``span_classes`` stand next to the models, whose names ``placement/`` checks. So may
-    ``environment: {processes: 16, nodes: [1]}``, which sets ``environment.processes``, ``nodes`` and ``hosts``.
+    ``train_share`` and ``span_classes`` stand next to the models, whose names ``placement/`` checks.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -215,7 +195,6 @@ class PlacementMap(BaseModel):
         """Return the JSON Schema of the form that a user writes: the models next to the settings."""
         schema = handler.resolve_ref_schema(handler(core))
         schema["additionalProperties"] = schema["properties"].pop("models")["additionalProperties"]
-        schema["properties"]["environment"] = handler(EnvironmentPlacement.__pydantic_core_schema__)
         schema["description"] = plain_text(cls.__doc__)
         schema.pop("required")
         return schema

@@ -17,7 +17,7 @@ from flexrlhf.config.engines import ENGINES, facts_of
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import Dtype, ModelSpec, ModelsSpec
 from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, GuardsSpec, LoggerSpec, SamplesSpec, SaveSpec
-from flexrlhf.config.placement_settings import ClusterSpec, EnvironmentPlacement, OperatorPlacement, PlacementMap
+from flexrlhf.config.placement_settings import ClusterSpec, OperatorPlacement, PlacementMap
 from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.ratio_vector import Exact, read_vector, vector_schema
 from flexrlhf.config.reward_sources import Sources
@@ -323,33 +323,6 @@ class Spec(StrictModel):
     def _secrets_are_variables(cls, value: Any) -> Any:
         check_settings(value)
         return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _environment_is_placed(cls, value: Any) -> Any:
-        """Move ``placement.environment`` to the section ``environment``: any placement has the same one."""
-        placement = value.get("placement") if isinstance(value, dict) else None
-        if not isinstance(placement, dict) or placement.get("environment") is None:
-            return value
-        placed, known = placement["environment"], tuple(EnvironmentPlacement.model_fields)
-        if not isinstance(placed, dict) or not set(placed) <= set(known):
-            raise ValueError(f"placement.environment: expected {', '.join(known)}, found {shown(placed)}")
-        environment = value.get("environment")
-        if isinstance(environment, EnvironmentSpec):
-            environment = environment.model_dump(exclude_unset=True)
-        if not isinstance(environment, dict):
-            raise ValueError("placement.environment: the run has no environment; add the section environment")
-        for name, found in placed.items():
-            if environment.get(name) not in (None, found):
-                raise ValueError(
-                    f"placement.environment.{name} is {shown(found)} and environment.{name} is "
-                    f"{shown(environment[name])}: remove one of them"
-                )
-        others = {key: entry for key, entry in placement.items() if key != "environment"}
-        changed = {**value, "environment": {**environment, **placed}, "placement": others}
-        if not others:
-            del changed["placement"]
-        return changed
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> Self:

@@ -239,7 +239,7 @@ class EpisodeProcess:
 
 
 def make_process(settings: EnvironmentSpec) -> EpisodeProcess:
-    """Return a process of this machine, which starts with its first call."""
+    """Return a process, which starts with its first call."""
     options = json.dumps(settings.options, default=str)
     setup = Setup(settings.path, settings.tools, options, settings.tool_format, settings.timeout_seconds)
     return EpisodeProcess(setup, ProcessLimits(settings.memory_mb, settings.open_files), settings.name)

@@ -6,28 +6,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Lock
-from typing import Protocol
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
-from flexrlhf.environments.episode_process import Key, is_over, make_process
+from flexrlhf.environments.episode_process import EpisodeProcess, Key, is_over, make_process
 from flexrlhf.environments.sessions import is_stale
 from flexrlhf.user_code.deadline import Deadline
-
-
-class RunsEpisodes(Protocol):
-    """A process that runs episodes, here or on another machine.
-
-    is_async:     whether it runs its episodes at once; known with the first reply.
-    cpu_seconds:  that all steps together computed; 0 if it is on another machine.
-    """
-
-    is_async: bool
-    cpu_seconds: float
-
-    def replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]: ...
-
-    def close(self) -> None: ...
 
 
 class Episodes:
@@ -37,18 +21,11 @@ class Episodes:
     of their own, so that no chunk waits for the replies to another; others are spread over all processes.
     """
 
-    def __init__(
-        self, settings: EnvironmentSpec, num_processes: int, elsewhere: Sequence[RunsEpisodes] = (), chunks: int = 1
-    ) -> None:
-        """
-        num_processes:  on this machine.
-        elsewhere:      processes on other machines.
-        chunks:         of a step, whose replies are awaited at the same time.
-        """
-        own = [make_process(settings) for _ in range(num_processes)]
-        self._processes: tuple[RunsEpisodes, ...] = (*own, *elsewhere)
+    def __init__(self, settings: EnvironmentSpec, num_processes: int, chunks: int = 1) -> None:
+        """``chunks``: of a step, whose replies are awaited at the same time."""
+        self._processes = tuple(make_process(settings) for _ in range(num_processes))
         self._chunks = chunks
-        self._places: dict[Key, RunsEpisodes] = {}
+        self._places: dict[Key, EpisodeProcess] = {}
         self._lock = Lock()
 
     def replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
@@ -83,7 +60,7 @@ class Episodes:
 
     @property
     def cpu_seconds(self) -> float:
-        """Time that all steps together computed, on this machine."""
+        """Time that all steps together computed."""
         return sum(process.cpu_seconds for process in self._processes)
 
     def close(self) -> None:
@@ -91,7 +68,7 @@ class Episodes:
         with ThreadPoolExecutor(max(1, len(self._processes))) as threads:
             list(threads.map(lambda process: process.close(), self._processes))
 
-    def _shares(self, calls: Sequence[EpisodeCall]) -> Mapping[RunsEpisodes, list[int]]:
+    def _shares(self, calls: Sequence[EpisodeCall]) -> Mapping[EpisodeProcess, list[int]]:
         """Return the places of the calls by process: an episode's own, or the one of its chunk's with the fewest
         episodes."""
         step = max(call.key[0] for call in calls)
@@ -102,7 +79,7 @@ class Episodes:
         groups = min(self._chunks, len(counts)) if self.are_concurrent else 1
         parts = [self._processes[first::groups] for first in range(groups)]
         own = min(parts, key=lambda part: sum(counts[process] for process in part))
-        shares: dict[RunsEpisodes, list[int]] = {}
+        shares: dict[EpisodeProcess, list[int]] = {}
         for index, call in enumerate(calls):
             if call.key not in self._places:
                 self._places[call.key] = min(own, key=counts.__getitem__)

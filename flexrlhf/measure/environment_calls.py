@@ -18,7 +18,7 @@ from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
-from flexrlhf.plan.environment_places import episodes_of_process
+from flexrlhf.plan.episode_processes import episodes_of_process
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import first_rows
 from flexrlhf.user_code.call_failures import CallFailure

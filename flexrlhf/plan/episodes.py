@@ -17,10 +17,6 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import OPENED, REWARDS, TURN, TURN_ENDS, qualified
 from flexrlhf.operators.graph import GENERATE, Graph, Operator
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.hosts import split_endpoint
-from flexrlhf.placement.layout import Layout
-from flexrlhf.text import span_of
 
 LOGPROBS = frozenset(("logprobs", "computed_logprobs", "trainer_logprobs"))
 """Columns of the policy's log-probs that a forward may write."""
@@ -52,25 +48,6 @@ def with_episodes(graph: Graph, spec: Spec) -> Graph:
         operators=_with_turns(graph.operators, environment),
         evaluation=_with_turns(graph.evaluation, environment),
     )
-
-
-def processes_of(environment: EnvironmentSpec, layout: Layout, replica: int) -> int:
-    """Return the processes in which the episodes of a replica run: its share, and at least one."""
-    first, last = (environment.processes * each // layout.dp for each in (replica, replica + 1))
-    return max(1, last - first)
-
-
-def process_machines(
-    environment: EnvironmentSpec, layout: Layout, replica: int, cluster: Cluster
-) -> tuple[int | str, ...]:
-    """Return the machine of each process in which the episodes of a replica run."""
-    count = processes_of(environment, layout, replica)
-    machines = environment.machines
-    if not machines:
-        return (cluster.node_of(layout.replica_sets[replica][0]),) * count
-    first = environment.processes * replica // layout.dp
-    numbers = range(first, first + count)
-    return tuple(machines[number * len(machines) // environment.processes] for number in numbers)
 
 
 def _with_turns(operators: tuple[Operator, ...], environment: EnvironmentSpec) -> tuple[Operator, ...]:
@@ -130,13 +107,6 @@ def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:
         raise UserError(f"environment: {name} trains on responses of the data set, which have no turns; remove it")
     if any(operator.is_greedy for operator in graph.operators):
         raise UserError(f"environment: {name} compares with a second response, which has no episode; use reinforce++")
-    machines = sum(node.count for node in spec.cluster.nodes) or 1
-    for node in environment.nodes or ():
-        if not 0 <= node < machines:
-            raise UserError(f"environment.nodes: no machine {node}; the cluster has {span_of(tuple(range(machines)))}")
-    for host in environment.hosts:
-        if split_endpoint(host) is None:
-            raise UserError(f"environment.hosts: {host!r}: expected HOST:PORT, such as cpu-1:29600")
     longest = spec.data.max_response_tokens
     if environment.turn_tokens is not None and environment.turn_tokens > longest:
         raise UserError(

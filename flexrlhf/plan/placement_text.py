@@ -10,7 +10,7 @@ from typing import TypeVar
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.environment_places import episodes_of_process, processes_by_machine, processes_by_rank
+from flexrlhf.plan.episode_processes import episodes_of_process, processes_by_node, processes_by_rank
 from flexrlhf.plan.gpu_warnings import gpu_warnings
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted, ranks_text, span_of
@@ -43,12 +43,9 @@ def placement_lines(plan: Plan) -> list[str]:
         f"{role:<{width}}the base weights of {owner}, {of_start[plan.placement[owner].keeps_start]}"
         for role, owner in shared.items()
     ]
-    for count, machines in _by_value(processes_by_machine(plan)).items():
-        nodes = tuple(sorted(each for each in machines if isinstance(each, int)))
-        which = [f"{'nodes' if len(nodes) > 1 else 'node'} {span_of(nodes)}"] if nodes else []
-        which += [each for each in machines if isinstance(each, str)]
-        each_of = "each of " if len(machines) > 1 else ""
-        lines.append(f"{'environment':<{width}}{counted(count, 'process')} on {each_of}{', '.join(which)}")
+    for count, nodes in _by_value(processes_by_node(plan)).items():
+        which = "each of nodes" if len(nodes) > 1 else "node"
+        lines.append(f"{'environment':<{width}}{counted(count, 'process')} on {which} {span_of(tuple(sorted(nodes)))}")
     pairs = plan.placement.co_located_pairs()
     lines.append("share devices: " + (", ".join(f"{a} + {b}" for a, b in pairs) or "none"))
     lines.append("idle: " + (ranks_text(plan.placement.idle_ranks) if plan.placement.idle_ranks else "none"))
@@ -74,9 +71,7 @@ def environment_lines(plan: Plan) -> Iterator[str]:
         return
     parts = [
         f"{counted(number, 'process')} of {'each of ' * (len(ranks) > 1)}{ranks_text(ranks)}"
-        for number, ranks in _by_value(
-            {rank: len(found) for rank, found in sorted(processes_by_rank(plan).items())}
-        ).items()
+        for number, ranks in _by_value(dict(sorted(processes_by_rank(plan).items()))).items()
     ]
     tokens = "" if environment.turn_tokens is None else f" of at most {environment.turn_tokens} tokens"
     yield f"{environment.name}: {', '.join(parts)}"
@@ -86,7 +81,7 @@ def environment_lines(plan: Plan) -> Iterator[str]:
     if most * environment.timeout_seconds > limit:
         yield f"all replies to a turn may take {limit:g} s: {limit / most:.3g} s each of the {most} of a process"
     if most * environment.seconds > limit:
-        enough = math.ceil(most * environment.seconds / limit) * sum(processes_by_machine(plan).values())
+        enough = math.ceil(most * environment.seconds / limit) * sum(processes_by_node(plan).values())
         yield (
             f"warning: {most} replies of {environment.seconds:g} s, one after the other, would take longer; use "
             f"{enough} processes, unless the environment is async"

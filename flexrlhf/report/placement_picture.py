@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from flexrlhf.placement.cluster import ANY_CLASS
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.environment_places import processes_by_machine
+from flexrlhf.plan.episode_processes import processes_by_node
 from flexrlhf.plan.placement_text import zero_text
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.look import INSTRUCTIONS, role_colours
@@ -31,8 +31,8 @@ CAPTION = (
 class RankColumn:
     """Ranks with the same models on devices of one class and one node, or of alike nodes.
 
-    ranks:  in order; none of a machine that has only processes of an environment
-    where:  node and device class, or such a machine
+    ranks:  in order
+    where:  node and device class
     """
 
     ranks: tuple[int, ...]
@@ -72,7 +72,7 @@ def _nodes(plan: Plan, ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _environment_hovers(columns: Sequence[RankColumn], shares: Sequence[int]) -> list[str]:
-    """Return what is shown of the processes on the machines of each column."""
+    """Return what is shown of the processes on the nodes of each column."""
     return [
         f"<b>{ENVIRONMENT}</b><br>{column.where}<br>{counted(share, 'process')} that play episodes" if share else ""
         for column, share in zip(columns, shares, strict=True)
@@ -81,15 +81,12 @@ def _environment_hovers(columns: Sequence[RankColumn], shares: Sequence[int]) ->
 
 def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
     """Return the picture of the placement of ``plan``. ``device``: name of devices without a class."""
-    processes = processes_by_machine(plan)
-    hosts = [RankColumn((), each) for each in processes if isinstance(each, str)]
-    columns, models = [*columns_of(plan, device), *hosts], plan.placement.models
+    columns, models, processes = columns_of(plan, device), plan.placement.models, processes_by_node(plan)
     colours = {**role_colours(plan.graph.roles), ENVIRONMENT: INSTRUCTIONS["move"]}
     roles = [*colours]
-    machines = [_nodes(plan, column.ranks) if column.ranks else (column.where,) for column in columns]
-    shares = [sum(processes.get(each, 0) for each in found) for found in machines]
+    shares = [sum(processes.get(node, 0) for node in _nodes(plan, column.ranks)) for column in columns]
     environment = [f"{share} proc." if share else "" for share in shares]
-    names = [_name(column, is_short=len(columns) > 4) for column in columns]
+    names = [ranks_text(column.ranks) if len(columns) <= 4 else span_of(column.ranks) for column in columns]
     trace = go.Heatmap(
         x=[*range(len(columns))],
         y=[*(str(model.name) for model in models), *[ENVIRONMENT] * bool(processes)],
@@ -132,14 +129,8 @@ def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
     return Picture(key, "Placed models by rank", CAPTION, figure, height)
 
 
-def _name(column: RankColumn, is_short: bool) -> str:
-    if not column.ranks:
-        return ""
-    return span_of(column.ranks) if is_short else ranks_text(column.ranks)
-
-
 def _is_on(model: PlacedModel, column: RankColumn) -> bool:
-    return bool(column.ranks) and column.ranks[0] in model.layout.places
+    return column.ranks[0] in model.layout.places
 
 
 def _discrete(colours: Sequence[str]) -> list[tuple[float, str]]:

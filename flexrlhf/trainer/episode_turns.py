@@ -23,6 +23,7 @@ from flexrlhf.environments.episodes import Episodes
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import TURN, Lengths
 from flexrlhf.operators.outcomes import EPISODE_STATES
+from flexrlhf.plan.episode_processes import processes_by_rank
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.runs.run_files import RunFiles
@@ -204,14 +205,12 @@ def make_environment_caller(
     world: World,
     tokens: TurnTokens | None,
     decode: Callable[..., str],
-    episodes: Episodes | None,
     log: EpisodeLog | None,
 ) -> EnvironmentCaller | None:
     """Return the caller of the environments of this rank's rows; None if the run has no episodes, or none there.
 
-    tokens:    None: the run has no environment.
-    episodes:  None: they are replayed.
-    log:       None: the run writes none.
+    tokens:  None: the run has no environment.
+    log:     None: the run writes none.
     """
     spec, settings = plan.spec, plan.spec.environment
     interacting = [each for each in plan.graph.operators if each.kind == "interact"]
@@ -223,6 +222,8 @@ def make_environment_caller(
     layout = layout if rank in layout.places else plan.placement[interacting[0].role].layout
     if rank not in layout.places:
         return None
+    is_replayed, count = spec.debug.replay is not None, processes_by_rank(plan).get(rank, 0)
+    episodes = None if is_replayed else Episodes(settings, count, plan.batch.num_chunks)
     store = dist.PrefixStore(f"environments/{spec.name}", world.store)
     source = ReplySource(settings, episodes, log, store, spec.timeout_seconds / 2, plan.batch.num_chunks)
     return EnvironmentCaller(source, tokens, decode, plan.lengths, ReplyTimes(plan, world))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData, turn_tokens
 from flexrlhf.plan.run_tokenizer import ResponseText, load_tokenizer, response_text
 from flexrlhf.runs.run_files import RunFiles
-from flexrlhf.trainer.episode_hosts import open_episodes
 from flexrlhf.trainer.episode_turns import EnvironmentCaller, make_environment_caller, open_log
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.loaded_models import LoadedModel, load_models
@@ -49,7 +47,6 @@ class RankContext:
     environments: caller of the environments of this rank's rows; None without any.
     start_bytes:  the most memory before the first instruction, by ``load`` and ``resume``.
     report_memory: displays memory in use next to the planned one, on rank 0 with a GPU.
-    closing:    end of the environments that this rank runs for other machines.
     """
 
     plan: Plan
@@ -70,7 +67,6 @@ class RankContext:
     environments: EnvironmentCaller | None
     start_bytes: dict[str, int]
     report_memory: Report
-    closing: ExitStack
 
     @property
     def rank(self) -> int:
@@ -110,7 +106,6 @@ class RankContext:
         self.scorers.close()
         if self.environments is not None:
             self.environments.close()
-        self.closing.close()
         # models keep groups in cycles of hooks and closures
         gc.collect()
         self.world.close_groups(self.groups, self.plan.spec.timeout_seconds)
@@ -140,12 +135,11 @@ def open_rank(
 
     tokenizer = load_tokenizer(data.tokenizer, data.is_trusted)
     decode = tokenizer.decode
-    closing = ExitStack()
     log = open_log(plan, files, world, first_step)
     if log is not None and log.num_found and world.rank == 0:
         send(Note(plan.spec.name, f"{log.num_found} replies of environments since the last checkpoint are used again"))
     turns = None if plan.spec.environment is None else turn_tokens(plan, tokenizer)
-    environments = make_environment_caller(plan, world, turns, decode, open_episodes(plan, world, closing), log)
+    environments = make_environment_caller(plan, world, turns, decode, log)
     read_reply = None if turns is None else turns.messages
     text = response_text(plan.spec, tokenizer, (data.pad_token_id, *data.eos_token_ids))
     scorers = make_external_scorers(plan.graph, plan.spec, text, read_reply)
@@ -173,5 +167,4 @@ def open_rank(
         environments,
         start_bytes,
         report,
-        closing,
     )

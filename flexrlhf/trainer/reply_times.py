@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.metrics import Triple
-from flexrlhf.plan.environment_places import processes_by_rank
+from flexrlhf.plan.episode_processes import processes_by_rank
 from flexrlhf.plan.plan import Plan
 
 

@@ -29,7 +29,7 @@ from flexrlhf.environments.tool_calls import ToolCall, parse_calls
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.measure.environment_calls import example_call, measure_environments
-from flexrlhf.plan.environment_places import episodes_of_process
+from flexrlhf.plan.episode_processes import episodes_of_process
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.user_code import worker_process
 from flexrlhf.user_code.deadline import Deadline

@@ -684,8 +684,7 @@ def test_processes_share_the_cores_of_their_machine() -> None:
     costs = Fixed(replies=replies_of(1, computing=0.5))
     for nodes, cores, seconds in ((1, 2, 2 * 2), (1, 4, 2), (1, None, 2), (4, 1, 2)):
         cluster = f"cluster={{nodes: [{{count: {nodes}, devices: 1, cores: {cores or 'null'}}}]}}"
-        where = f"environment.nodes={list(range(nodes))}"
-        plan = plan_of({"actor": {"ranks": [0]}, "critic": 1, "ref": 1, "reward": 1}, nodes, *GAME, cluster, where)
+        plan = plan_of({"actor": 1, "critic": 1, "ref": 1, "reward": 1}, nodes, *GAME, cluster)
         simulation = simulate(plan, costs)
         assert simulation.reply_seconds == seconds, (nodes, cores)
         text = format_simulation(simulation, CostSource(costs, "fixed costs", FROM_FIGURES))

@@ -11,8 +11,7 @@ from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.simulation.calls import replica_rows
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.plan.environment_places import processes_by_machine
-from flexrlhf.plan.episodes import processes_of
+from flexrlhf.plan.episode_processes import processes_by_node, processes_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 
@@ -22,9 +21,7 @@ def crowding(plan: Plan, computing: float) -> float:
 
     ``computing``: share of its time in which a process computes. Machines without ``cores`` have enough.
     """
-    cores = (
-        (count, plan.cluster.cores(each)) for each, count in processes_by_machine(plan).items() if isinstance(each, int)
-    )
+    cores = ((count, plan.cluster.cores(node)) for node, count in processes_by_node(plan).items())
     return max([1.0, *(count * computing / found for count, found in cores if found is not None)])
 
 
