@@ -63,7 +63,7 @@ def start(with_version: Version = False) -> None:
     """
 
 
-WITHOUT_VALUE = {"--resume": "auto", "--what-if": "default"}
+WITHOUT_VALUE = {"--resume": "auto"}
 """Options that may be without a value, which typer's cannot, and the value that stands for none."""
 
 

@@ -35,15 +35,6 @@ SegmentLengths = Annotated[
     str | None,
     typer.Option("--segments", metavar="T,T", help="the same, with responses generated in segments of T tokens"),
 ]
-WhatIf = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="[CHANGE]",
-        help="compare with a changed run: rollout=fp8|bfloat16|..., cache=fp8, speculative=ACCEPTANCE[:TOKENS[:COST]], "
-        "network=GB/S|2x, link=GB/S|2x, devices=2x, reward=SECONDS, several together with commas; repeatable; without "
-        "a value some of each",
-    ),
-]
 Against = Annotated[Path | None, typer.Option(help="timeline.json of a run to compare with")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the timeline as a Chrome trace")]
 DEFAULT_STEPS = 4
@@ -57,7 +48,6 @@ def simulate(
     mean_response: MeanResponse = None,
     lags: Lags = None,
     segments: SegmentLengths = None,
-    what_if: WhatIf = None,
     profile: Profile = None,
     from_: MeasuredIn = None,
     price: Price = None,
@@ -78,20 +68,16 @@ def simulate(
     from flexrlhf.guideline.simulation.simulate import check_timeline, is_simulated, simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
     from flexrlhf.guideline.simulation.usage import read_prices
-    from flexrlhf.guideline.simulation.what_if import what_if as find_outcomes
-    from flexrlhf.guideline.simulation.what_if_text import format_what_if
 
     if steps != DEFAULT_STEPS and output is None:
         raise UserError(f"--steps {steps}: goes with --output, whose timeline has so many steps; give --output, too")
     if output is not None:
         check_output(output, "--output", "trace.json", is_simulated, (*runs.paths, profile, against))
-    given = {"--lags": lags, "--segments": segments, "--what-if": what_if}
+    given = {"--lags": lags, "--segments": segments}
     several = [option for option, value in given.items() if value is not None]
     if several and (against or output):
         option = "--against" if against else "--output"
         raise UserError(f"{option}: goes with one run, and {several[0]} compares several")
-    if what_if and len(several) > 1:
-        raise UserError(f"--what-if: not together with {several[0]}; give one of them")
     if several and price is not None:
         raise UserError(f"--price {price}: is of one run, and {several[0]} compares several; leave one out")
     measured = read_run(against) if against is not None else None
@@ -111,10 +97,6 @@ def simulate(
         source = basis.source(plan.spec)
         read = partial(read_lengths, lengths, plan, mean_response)
         expected = basis.lengths(lengths, mean_response, read=read)
-        if what_if:
-            outcomes = find_outcomes(plan, source.costs, expected, what_if)
-            typer.echo(format_what_if(plan, outcomes, source) + "\n")
-            continue
         if several:
             compared = compare_lags(plan.spec, source.costs, expected, read_lags(lags), read_segments(segments, plan))
             typer.echo(format_asynchrony(compared, source) + "\n")

@@ -236,17 +236,17 @@ class Plan:
             self.spec.save,
         )
 
-    def memory(self, rank: int, sizing: Sizing | None = None) -> RankMemory:
-        """Return the memory of ``rank`` by model and phase. ``sizing``: in place of that of the plan."""
-        return self.memory_of(rank, self.batch, self.row_bytes_in_flight(rank), sizing)
+    def memory(self, rank: int) -> RankMemory:
+        """Return the memory of ``rank`` by model and phase."""
+        return self.memory_of(rank, self.batch, self.row_bytes_in_flight(rank))
 
-    def memory_of(self, rank: int, batch: BatchShape, in_flight: int, sizing: Sizing | None = None) -> RankMemory:
+    def memory_of(self, rank: int, batch: BatchShape, in_flight: int) -> RankMemory:
         """Return the memory of ``rank`` by the instructions of this plan for a ``batch`` of another size.
 
         in_flight:  bytes of the rows that are kept.
         """
         work = workload(self.schedule.for_rank(rank), self.placement, batch, rank)
-        return rank_memory(sizing or self.sizing, rank, work, self._start(rank), in_flight)
+        return rank_memory(self.sizing, rank, work, self._start(rank), in_flight)
 
     def most_loading_bytes(self, rank: int) -> int:
         """Return the most bytes on ``rank`` while models are loaded, in whatever order; 0 if it offloads none."""
@@ -305,12 +305,8 @@ class Plan:
 
     @cached_property
     def memories(self) -> tuple[RankMemory, ...]:
-        """Memory of every rank."""
-        return self.memories_by(self.sizing)
-
-    def memories_by(self, sizing: Sizing) -> tuple[RankMemory, ...]:
-        """Return the memory of every rank; ranks with the same work share one computation."""
-        computed = {rank: self.memory(rank, sizing) for rank in set(self.alike.values())}
+        """Memory of every rank; ranks with the same work share one computation."""
+        computed = {rank: self.memory(rank) for rank in set(self.alike.values())}
         return tuple(computed[first].on(rank) for rank, first in sorted(self.alike.items()))
 
 

@@ -582,7 +582,7 @@ def test_cpus_that_were_not_measured_have_the_figures_of_an_ordinary_one(
     assert "(" not in head[start + 3] and "per device" in head[start + 4]
 
 
-@pytest.mark.parametrize("option", [(), ("--what-if", "devices=2x"), ("--lags", "0", "--segments", "4")])
+@pytest.mark.parametrize("option", [(), ("--lags", "0", "--segments", "4")])
 def test_a_plan_that_does_not_fit_is_predicted_behind_the_sentence_of_its_refusal(
     option: tuple[str, ...], invoke: Invoke
 ) -> None:

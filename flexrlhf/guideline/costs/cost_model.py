@@ -9,7 +9,6 @@ from typing import Literal, Protocol
 
 from flexrlhf.config.model_settings import Head
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
-from flexrlhf.guideline.costs.speculation import Speculation
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import GPUS_PER_NODE, PORT_GB_S, DeviceClass
 from flexrlhf.placement.routes import Primitive
@@ -283,8 +282,6 @@ class Call:
     passes:             passes over sequences of several lengths; None: ``micro_rows`` rows of ``width``
     prompt_samples:     rows that a generation reads one prompt for
     adapters_apart:     adapters of all layers that a step of decoding adds by kernels of their own
-    speculation:        speculative decoding; None: one token a step
-    weight_share:       bytes of weights that a step of decoding reads, as a share of ``item`` bytes each
     pages:              of the cache of the engine that decodes; None: ``decode_rows`` have room at full length
     counts_experts:     whether a pass without gradients counts the tokens of experts before those of a training
     """
@@ -310,8 +307,6 @@ class Call:
     prompt_samples: int = 1
     adapters_apart: int = 0
     is_exact: bool = False
-    speculation: Speculation | None = None
-    weight_share: float = 1.0
     pages: Pages | None = None
     counts_experts: bool = False
 

@@ -34,13 +34,11 @@ class DecodePhase(NamedTuple):
     steps:  steps, on the average
     rows:   live rows
     age:    tokens of their responses so far
-    tokens: tokens of a row that a step computes
     """
 
     steps: float
     rows: float
     age: float
-    tokens: int = 1
 
 
 @dataclass(frozen=True)

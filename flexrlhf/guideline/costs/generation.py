@@ -25,17 +25,12 @@ def generate_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
     """Return the time of ``call.rows`` prompts and their responses on one replica."""
     found = decoding(call, profile.batching, mesh.dp)
     prefill, step = _prefill_and_step(replace(call, decode_rows=1, pages=None), mesh, profile)
-    parts, speculation = {"prefill": prefill}, call.speculation
+    parts = {"prefill": prefill}
     if found.repeats:
         length = found.repeated / found.repeats
         again = replace(call, rows=max(1, round(found.repeats)), prompt=length, prompt_samples=1)
         parts["recomputation"] = prefill_cost(again, mesh, profile).seconds
-    if speculation is None:
-        return Cost(parts | step.through(found.phases, call.prompt))
-    drafting = speculation.drafting * sum(step.through(found.phases, call.prompt).values())
-    steps, tokens = speculation.steps, 1 + speculation.drafted
-    verified = [phase._replace(steps=steps * phase.steps, tokens=tokens) for phase in found.phases]
-    return Cost(parts | step.through(verified, call.prompt) | {"drafting": drafting})
+    return Cost(parts | step.through(found.phases, call.prompt))
 
 
 def step_cost(call: Call, mesh: Mesh, rows: float, context: float, profile: DecodeProfile) -> Cost:
@@ -128,7 +123,7 @@ class _Step:
         read = model.layers * model.read_parameters(0) + model.head_parameters
         experts = model.layers * (model.layer_parameters - model.read_parameters(0))
         active = model.layers * (model.active_parameters + 2 * model.hidden) + model.head_parameters
-        weights = slower * call.weight_share * call.item / (FIGURES.weights * bandwidth)
+        weights = slower * call.item / (FIGURES.weights * bandwidth)
         heads = 1 + profile.reread * (model.heads / model.kv_heads - 1)
         shared = model.cache_parts(mesh.tp)
         speed = mesh.tp * device.matmul * device.tflops * 1e12
@@ -169,15 +164,15 @@ class _Step:
         for phase in phases:
             rows = phase.rows
             if self.experts:
-                weights = self.weights + self.experts * (1 - self.untaken ** (rows * phase.tokens * self.ep))
+                weights = self.weights + self.experts * (1 - self.untaken ** (rows * self.ep))
                 read = weights**blend
-            multiplied = (read + (rows * phase.tokens * self.row) ** blend) ** (1 / blend)
+            multiplied = (read + (rows * self.row) ** blend) ** (1 / blend)
             cached = rows * (prompt + phase.age) * self.token
-            reduced = self.reduces * self.reduce(self.message * rows * phase.tokens) if self.reduces else 0.0
+            reduced = self.reduces * self.reduce(self.message * rows) if self.reduces else 0.0
             steps += phase.steps
             live += phase.steps * rows
             if self.exchange is not None:
-                exchanged += phase.steps * self.exchange(rows * phase.tokens)
+                exchanged += phase.steps * self.exchange(rows)
             reading += phase.steps * weights
             matrices += phase.steps * multiplied
             cache += phase.steps * cached

@@ -97,7 +97,7 @@ class SlicedModel:
     model: Transformer
     tp: int
     width: float
-    item: float
+    item: int
 
     def flops(self, part: Part) -> float:
         """Return the operations of a token in a forward pass of ``part`` over all ranks."""

@@ -134,9 +134,7 @@ class MeasuredCosts:
         prompt = prices.of(replace(sliced, width=call.prompt), prices.times.prompt)
         prefill, model = sum(prompt.stages("prefill", prompts * call.prompt)), prices.of(sliced, sliced.width)
         decode = sum(each.steps * model.step(each.rows, call.prompt + each.age) for each in _decoding(call, mesh))
-        # of a verification only the time of one step is known, as if its tokens were computed at once
-        each = 1.0 if call.speculation is None else call.speculation.steps + call.speculation.drafting
-        return {"prefill": rounds * prefill, "decode": decode * each}
+        return {"prefill": rounds * prefill, "decode": decode}
 
     def _train(self, call: Call, mesh: Mesh, prices: LayerPrices) -> dict[str, float]:
         times, passes = prices.times, call.passes_per_update
@@ -238,7 +236,7 @@ def _decoding(call: Call, mesh: Mesh) -> tuple[DecodePhase, ...]:
 
 
 def _sliced(call: Call, mesh: Mesh) -> SlicedModel:
-    return SlicedModel(call.model, mesh.tp, call.row_width, call.weight_share * call.item)
+    return SlicedModel(call.model, mesh.tp, call.row_width, call.item)
 
 
 def _mlp_share(model: Transformer) -> float:
