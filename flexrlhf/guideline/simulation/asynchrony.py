@@ -1,8 +1,8 @@
-"""Comparison of a run's lags and segments, with a co-located run and with training in the order of completion."""
+"""Comparison of a run's lags and segments, and with a co-located run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -28,7 +28,6 @@ class AsynchronyTable:
     steps:       number of measured steps
     variants:    one for each lag, then those with segments
     co_located:  the same models on all devices, without a lag; or why there is no such plan
-    completion:  time of a step in completion order, by lag
     """
 
     plan: Plan
@@ -36,7 +35,6 @@ class AsynchronyTable:
     steps: int
     variants: tuple[Variant, ...]
     co_located: Variant | str
-    completion: Mapping[int, float]
 
     @property
     def by_lag(self) -> tuple[Variant, ...]:
@@ -67,10 +65,7 @@ def compare_lags(
     plan = variants.plan(0)
     _check(plan, max(lags))
     found = [variants.simulate(lag, tokens) for tokens in (None, *segments) for lag in lags]
-    # without a lag the order makes no difference, so there the two models are set equal
-    scale = (found[0] if lags[0] == 0 else variants.simulate(0)).seconds / variants.in_completion_order(0)
-    completion = {lag: scale * variants.in_completion_order(lag) for lag in lags if lag}
-    return AsynchronyTable(plan, lengths, len(variants.measured(plan)), tuple(found), _co_located(variants), completion)
+    return AsynchronyTable(plan, lengths, len(variants.measured(plan)), tuple(found), _co_located(variants))
 
 
 def _check(plan: Plan, most_lag: int) -> None:

@@ -39,7 +39,7 @@ def format_asynchrony(compared: AsynchronyTable, source: CostSource) -> str:
     if isinstance(compared.co_located, Variant):
         rows.append(_row("co-located", compared.co_located, first))
     lines = table(rows, "<>>>>>>>>>")
-    conclusions = [each for each in (*_of_lags(compared), *_of_segments(compared), *_of_order(compared)) if each]
+    conclusions = [each for each in (*_of_lags(compared), *_of_segments(compared)) if each]
     if any(not use.fits for each in compared.variants for use in each.sides.values()):
         conclusions.append("*: more than its device has")
     if isinstance(compared.co_located, str):
@@ -108,14 +108,3 @@ def _of_segments(compared: AsynchronyTable) -> Iterator[str]:
             f"segments of {best.tokens} tokens with lag {best.lag} are {gain:.2f} times as fast as whole responses; "
             f"tokens are {best.staleness:.2f} batches old"
         )
-
-
-def _of_order(compared: AsynchronyTable) -> Iterator[str]:
-    """Yield the cost of training in the order of submission."""
-    for variant in compared.by_lag:
-        if variant.lag and (variant is compared.enough or variant is compared.by_lag[-1]):
-            seconds = compared.completion[variant.lag]
-            yield (
-                f"order of submission with lag {variant.lag}: {seconds_text(variant.seconds)} a step; of completion, "
-                f"which no run repeats: {seconds_text(seconds)} ({100 * (seconds / variant.seconds - 1):+.0f}%)"
-            )

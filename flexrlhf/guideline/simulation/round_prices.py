@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, reads_prompts_once, texts_per_row
-from flexrlhf.guideline.simulation.completion_order import StepSeconds, between
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.lengths import batch_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
@@ -26,8 +25,6 @@ FIRST_TOKEN = (1.0,)
 """Lengths of responses that end with the pass over their prompt."""
 NUM_ROUNDS = 16
 """Rounds over which the mean of a call with segments is taken."""
-DECODED = 64
-"""Decoding steps by which the time of one is found."""
 
 
 @dataclass(frozen=True)
@@ -212,26 +209,3 @@ def price_of(pricer: Pricer) -> Callable[[Instruction], Cost]:
         return pricer.price(instruction)
 
     return price
-
-
-def decoding_speeds(pricer: Pricer, run: Run) -> tuple[StepSeconds, int, float]:
-    """Return the time of a decoding step by the number of rows, on all replicas of the slowest class; the most rows;
-    and the time of a row's pass over its prompt."""
-    model, lengths, dp = pricer.plan.placement[run.model], pricer.lengths, pricer.plan.placement[run.model].layout.dp
-    # a row's tokens have half of its length before them
-    context = lengths.prompt + sum(each**2 for each in lengths.responses) / sum(lengths.responses) / 2
-    device = min(pricer.replicas_by_class(model), key=lambda device: device.memory_gb_s)
-    mesh, shape = pricer.mesh(model, device), pricer.shape(model)
-
-    def call(rows: int, prompt: float, tokens: int) -> Call:
-        maker = replace(pricer.maker, lengths=TextLengths(prompt, (float(tokens),)))
-        return replace(maker.call("generate", model, shape, [[rows]]), is_exact=True)
-
-    at_once = call(-(-pricer.plan.batch.num_taken // dp), context, 1).decode_rows
-    points = []
-    for rows in sorted({at_once, *(2**power for power in range(at_once.bit_length()))}):
-        parts = pricer.costs.call(call(rows, context, DECODED + 1), mesh).parts
-        decode = sum(seconds for name, seconds in parts.items() if name != "prefill")
-        points.append((float(rows * dp), decode / DECODED))
-    first = pricer.costs.call(call(at_once, lengths.prompt, 1), mesh).parts.get("prefill", 0.0)
-    return between(points), at_once * dp, first / (at_once * dp)

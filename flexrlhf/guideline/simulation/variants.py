@@ -13,11 +13,9 @@ from typing import Literal
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.costs.cost_model import CostModel
-from flexrlhf.guideline.simulation.completion_order import Speeds, completion_order_seconds
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.guideline.simulation.lengths import batch_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
-from flexrlhf.guideline.simulation.round_prices import RoundPricer, decoding_speeds, rounds_of
+from flexrlhf.guideline.simulation.round_prices import RoundPricer, rounds_of
 from flexrlhf.guideline.simulation.rounds import Round
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.guideline.simulation.walk import PERIODS, Due, Durations, walk_steps
@@ -114,8 +112,8 @@ class RoundTimes:
             samples=sum(self.rounds[step].num_trained for step in measured) / (last - first),
             sides=self._sides([1 - each / (last - first) for each in busy]),
             staleness=lag + (spec.sync.every - 1) / 2 + waited / trained,
-            generation=self.mean(measured, _generates),
-            training=self.mean(measured, _trains),
+            generation=max(self.times(measured, _generates).values(), default=0.0),
+            training=max(self.times(measured, _trains).values(), default=0.0),
             busiest=self._busiest(busy, last - first),
         )
 
@@ -138,16 +136,15 @@ class RoundTimes:
         fits = all(peak <= (plan.device_bytes(rank) or peak) for rank, peak in peaks.items())
         return SideUse(sum(share for _, share in ranks) / len(ranks), max(peaks.values()), fits)
 
-    def mean(self, measured: range, counts: Callable[[Run], bool], rank: int | None = None) -> float:
-        """Return the mean time in a step of the calls that count, on ``rank`` or on the ranks where it is longest."""
+    def times(self, measured: range, counts: Callable[[Run], bool]) -> dict[int, float]:
+        """Return the mean time in a step of the calls that count, by block of ranks."""
         by_block: dict[int, float] = defaultdict(float)
         for index, (item, timed) in enumerate(zip(self.simulation.priced, self.simulation.instructions, strict=True)):
             if not item.is_rare and isinstance(item.instruction, Run) and counts(item.instruction):
                 seconds = sum(self.seconds(index, step) for step in measured) / len(measured)
                 for block in timed.blocks:
                     by_block[block] += seconds
-        blocks = self.simulation.blocks
-        return max((time for block, time in by_block.items() if rank is None or rank in blocks[block]), default=0.0)
+        return by_block
 
     def _busiest(self, busy: Sequence[float], seconds: float) -> BusyRanks:
         """Return the ranks that wait least. ``busy``: time of each block in ``seconds``."""
@@ -220,20 +217,6 @@ class Variants:
 
         return RoundTimes(simulation, pricer.rounds, seconds)
 
-    def in_completion_order(self, lag: int) -> float:
-        """Return the mean time of a step by the model of ``completion_order``, which knows no instructions."""
-        plan = self.plan(lag)
-        samples, measured = plan.batch.samples_per_prompt, self.measured(plan)
-        timing, pricer = self.timing(plan), Pricer(plan, self.costs, self.lengths)
-        batches = batch_lengths(plan, self.lengths, measured.stop + lag + 1)
-        tokens = sum(sum(batches[step]) for step in measured) / len(measured)
-        training, scoring = timing.mean(measured, _trains), timing.mean(measured, _scores)
-        generation = next(each for each in plan.schedule.instructions if isinstance(each, Run) and _generates(each))
-        pause = timing.mean(measured, _scores, generation.ranks[0]) / (scoring or 1.0)
-        step, at_once, prompt = decoding_speeds(pricer, generation)
-        speeds = Speeds(step, at_once, prompt, scoring, pause, lambda trained: training * trained / tokens)
-        return completion_order_seconds(batches, samples, lag, speeds, measured)
-
 
 def _generates(run: Run) -> bool:
     return run.operator.call == "generate"
@@ -241,8 +224,3 @@ def _generates(run: Run) -> bool:
 
 def _trains(run: Run) -> bool:
     return run.operator.call == "train"
-
-
-def _scores(run: Run) -> bool:
-    """Whether ``run`` is a forward pass of the inference side."""
-    return run.operator.call == "forward" and not run.lag
