@@ -1,24 +1,40 @@
-"""Presets, cell by cell, against their sources, read a second time. Nothing else is set; the YAML wins."""
+"""Presets: the form of their files, and filling in. Each value is in the run, nothing else is set; the YAML wins."""
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
-from preset_matrix import expected
 from small_runs import spec_of
+from yaml import YAMLError
 
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.algorithms.policy_sections import KlSpec
+from flexrlhf.config.presets import table
 from flexrlhf.config.presets.filling import PEERS, trainer_of
-from flexrlhf.config.presets.table import MiniBatchesOf, WarmUp
+from flexrlhf.config.presets.table import Cell, MiniBatchesOf, PeerTrainer, WarmUp, read_peer
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.plan.preset_text import preset_lines
 
+KEY = "router_aux_loss_coef"
+FILE = """
+title: A 1.0
+files: [&arguments a/arguments.py, &code a/code.py]
+shared:
+- &both
+  - {file: *arguments, settings: {num_mini_batches: [{size: 8, unit: prompts}, batch], kl: [{place: loss}, beta]}}
+  - {file: *code, section: models.actor.optimizer, settings: {betas: [[0.9, 0.99], "adam: betas"]}}
+trainers:
+  ppo:
+    settings: [*both, {file: *code, settings: {top_k: [0, none]}}]
+    differs: [it differs]
+    routers: {file: *code, section: models.actor, settings: {router_aux_loss_coef: [{mixtral: 0.1}, routers]}}
+"""
 TRAINERS = [(like, algorithm) for like, peer in PEERS.items() for algorithm in peer.trainers]
 
 
@@ -27,6 +43,47 @@ def raw_of(like: str | None, algorithm: str, **written: Any) -> dict[str, Any]:
     preset = {} if like is None else {"like": like}
     models = {role: {"path": role} for role in ("actor", "reward", "cost")}
     return {"name": "a", "algorithm": {"name": algorithm, **preset, **written}, "models": models, "data": {"path": "d"}}
+
+
+def test_a_file_is_read_with_its_shared_parts(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(FILE)
+    peer = read_peer(tmp_path / "a.yaml")
+    cells = (
+        Cell("algorithm.num_mini_batches", MiniBatchesOf(8), "a/arguments.py: batch"),
+        Cell("algorithm.kl", {"place": "loss"}, "a/arguments.py: beta"),
+        Cell("models.actor.optimizer.betas", (0.9, 0.99), "a/code.py: adam: betas"),
+        Cell("algorithm.top_k", 0, "a/code.py: none"),
+    )
+    routers = Cell("models.actor.router_aux_loss_coef", {"mixtral": 0.1}, "a/code.py: routers")
+    assert (peer.title, dict(peer.trainers)) == ("A 1.0", {"ppo": PeerTrainer(cells, {}, ("it differs",), routers)})
+
+
+@pytest.mark.parametrize(
+    ("part", "other", "sentence"),
+    [
+        ("differs:", "difers:", "unknown key 'difers'"),
+        ("[0, none]", "[0]", r"top_k.1\n  Field required"),
+        ("[0, none]", '[0, ""]', r"top_k.1\n  String should have at least 1 character"),
+        ("[it differs]", "[it: differs]", "Input should be a valid string"),
+        ("unit: prompts", "unit: rows", "Input should be 'prompts' or 'responses'"),
+        ("unit: prompts", "of: prompts", r"of\n  Unexpected keyword argument"),
+        ("models.actor.optimizer", "models.actor.optimiser", "section\n  String should match pattern"),
+        ("top_k:", "kl:", "given twice: algorithm.kl"),
+        ("{file: *code, settings: {top_k", "{file: code, settings: {top_k", "file\n  String should match pattern"),
+        ("[*both,", "[*all,", "undefined alias 'all'"),
+        ("top_k: [0, none]", "top_k: [0, none], top_k: [1, none]", "'top_k' is given twice"),
+    ],
+)
+def test_a_file_without_the_form_is_refused(tmp_path: Path, part: str, other: str, sentence: str) -> None:
+    assert FILE.count(part) == 1
+    (tmp_path / "a.yaml").write_text(FILE.replace(part, other))
+    with pytest.raises((ValueError, YAMLError), match=sentence):
+        read_peer(tmp_path / "a.yaml")
+
+
+def test_every_file_has_a_name_and_is_read_once() -> None:
+    assert {path.stem for path in Path(table.__file__).parent.glob("*.yaml")} == set(PEERS)
+    assert all(PEERS[like] is PEERS[like] for like in PEERS)
 
 
 @cache
@@ -47,21 +104,14 @@ def value_of(spec: Spec | dict[str, Any], key: str) -> Any:
 
 
 @pytest.mark.parametrize(("like", "algorithm"), TRAINERS)
-def test_cells_are_what_their_sources_say(like: str, algorithm: str) -> None:
-    cells = {key: value for (name, key), value in expected(like).items() if name == algorithm}
-    assert cells and {key: value_of(values_like(like, algorithm), key) for key in cells} == cells
-
-
-@pytest.mark.parametrize(("like", "algorithm"), TRAINERS)
-def test_every_cell_is_checked_and_names_its_source(like: str, algorithm: str) -> None:
-    cells = trainer_of(like, algorithm).cells
-    parts = [
-        [f"{cell.key}.{name}" for name in cell.value] if isinstance(cell.value, dict) else [cell.key] for cell in cells
-    ]
-    keys = [key for part in parts for key in part]
-    assert len(set(keys)) == len(keys)
-    assert set(keys) == {key for of, key in expected(like) if of == algorithm}
-    assert all("." in cell.source.partition(": ")[0] and cell.source.partition(": ")[2] for cell in cells)
+def test_a_run_that_writes_nothing_has_every_value_of_the_peer(like: str, algorithm: str) -> None:
+    """Numbers that follow from others have tests with values of their own."""
+    for cell in trainer_of(like, algorithm).cells:
+        value = value_of(values_like(like, algorithm), cell.key)
+        if isinstance(cell.value, dict):
+            assert {name: value[name] for name in cell.value} == cell.value, cell.key
+        elif not isinstance(cell.value, MiniBatchesOf | WarmUp):
+            assert value == (list(cell.value) if isinstance(cell.value, tuple) else cell.value), cell.key
 
 
 @pytest.mark.parametrize(("like", "algorithm"), TRAINERS)
@@ -199,6 +249,16 @@ def test_mini_batches_follow_from_their_size(like: str, algorithm: str, written:
 def test_the_warm_up_follows_from_the_length_of_the_run(like: str, steps: int, warmup: int) -> None:
     raw = raw_of(like, "grpo" if like == "dapo" else "ppo") | {"steps": steps}
     assert value_of(parse_spec(raw, "a"), "models.actor.optimizer.warmup_steps") == warmup
+
+
+@pytest.mark.parametrize(
+    ("init", "written", "factor"),
+    [("mixtral-8x7b", {}, 0.001), ("olmoe-1b-7b", {}, 0.01), ("mixtral-8x7b", {KEY: 0.5}, 0.5), ("llama-7b", {}, 0.0)],
+)
+def test_the_loss_of_routers_follows_from_the_family(init: str, written: dict[str, Any], factor: float) -> None:
+    raw = raw_of("trl", "sft")
+    raw["models"]["actor"] = {"init": init, **written}
+    assert value_of(parse_spec(raw, "a"), f"models.actor.{KEY}") == factor
 
 
 def test_counts_are_named_as_the_peer_counts() -> None:

@@ -16,9 +16,6 @@ from scored_batches import context_of, rewards_of, scored_batch
 from flexrlhf.config.algorithms.grpo import GrpoSpec
 from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, parse_spec
-from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.metrics import evaluate
 from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages
@@ -136,16 +133,6 @@ def test_what_is_written_wins() -> None:
 
 def test_what_an_algorithm_has_not_is_left_out() -> None:
     assert ReinforceSpec(like="openrlhf").reward_clip == 10.0
-
-
-@pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize(
-    "algorithm", [{"name": "ppo", "like": "verl", "value_clip": 0.2}, {"name": "grpo", "like": "dapo"}]
-)
-def test_a_preset_survives_being_written(algorithm: dict[str, Any], short: bool) -> None:
-    raw = {"name": "a", "algorithm": algorithm, "models": {"actor": {"path": "x"}}, "data": {"path": "d"}}
-    spec: Spec = parse_spec(raw, "a")
-    assert parse_spec(read_yaml(dump_spec(spec, short)), "a") == spec
 
 
 def test_a_part_of_a_penalty_is_over_the_algorithms_own() -> None:

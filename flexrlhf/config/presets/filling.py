@@ -5,28 +5,38 @@ Written settings win, down to single keys of a mapping.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeGuard
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeGuard, get_args
 
 from flexrlhf.config.model_names import MODELS, named_sizes
-from flexrlhf.config.presets.deepspeed_chat import DEEPSPEED_CHAT
-from flexrlhf.config.presets.openrlhf import OPENRLHF
-from flexrlhf.config.presets.papers import DAPO, DR_GRPO
-from flexrlhf.config.presets.safe_rlhf import SAFE_RLHF
-from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, PeerTrainer, WarmUp
-from flexrlhf.config.presets.trl import TRL
-from flexrlhf.config.presets.verl import VERL
+from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, PeerTrainer, WarmUp, read_peer
 
 Like = Literal["verl", "openrlhf", "trl", "deepspeed-chat", "safe-rlhf", "dr-grpo", "dapo"]
-PEERS: Mapping[str, Peer] = {
-    "verl": VERL,
-    "openrlhf": OPENRLHF,
-    "trl": TRL,
-    "deepspeed-chat": DEEPSPEED_CHAT,
-    "safe-rlhf": SAFE_RLHF,
-    "dr-grpo": DR_GRPO,
-    "dapo": DAPO,
-}
+
+
+@cache
+def _peer(like: str) -> Peer:
+    return read_peer(Path(__file__).with_name(f"{like}.yaml"))
+
+
+class _Peers(Mapping[str, Peer]):
+    """Peers by name, each read from its file on first use."""
+
+    def __getitem__(self, like: str) -> Peer:
+        if like not in get_args(Like):
+            raise KeyError(like)
+        return _peer(like)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(get_args(Like))
+
+    def __len__(self) -> int:
+        return len(get_args(Like))
+
+
+PEERS: Mapping[str, Peer] = _Peers()
 DERIVED_ROLES = ("critic", "cost_critic")
 """Trained roles that a YAML may leave out, since they start from others."""
 
@@ -94,6 +104,12 @@ def _family(model: Mapping[str, Any]) -> str | None:
     init, path = model.get("init"), model.get("path")
     name = init if isinstance(init, str) else named_sizes(path) if isinstance(path, str) else None
     return str(MODELS[name]["model_type"]) if name in MODELS else None
+
+
+def router_loss_of(init: str | None) -> float | None:
+    """Return TRL's factor of the loss of routers of a model that is known by its name; None without such a loss."""
+    routers = trainer_of("trl", "sft").routers
+    return None if init is None or routers is None else routers.value.get(_family({"init": init}))
 
 
 def warm_ups(algorithm: Mapping[str, Any], steps: int) -> dict[str, int]:

@@ -1,11 +1,19 @@
-"""Form of the preset tables: defaults of a peer's own trainer for an algorithm, with their sources."""
+"""Presets: defaults of a peer's own trainer for an algorithm, with their sources, and the form of their files."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
+
+from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.yaml_io import read_yaml
+
+_CHECKED = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
@@ -16,8 +24,10 @@ class MiniBatchesOf:
     unit:  unit of ``size``: "prompts" or "responses"
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _CHECKED
+
     size: int
-    unit: str = "prompts"
+    unit: Literal["prompts", "responses"] = "prompts"
 
     def number(self, prompts: int, samples: int) -> int:
         """Return the number of mini-batches of a step: at least 1, and at most one for each prompt."""
@@ -35,6 +45,8 @@ class WarmUp:
     share:  of the optimizer steps of the run
     steps:  training steps, each of several optimizer steps; added to the share
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _CHECKED
 
     share: float = 0.0
     steps: int = 0
@@ -89,15 +101,77 @@ class Peer:
     trainers: Mapping[str, PeerTrainer]
 
 
-def cells(file: str, settings: Mapping[str, tuple[Any, str]], prefix: str = "algorithm.") -> tuple[Cell, ...]:
-    """Return a cell for each setting: key after ``prefix`` → value, name in ``file``."""
-    return tuple(Cell(prefix + key, value, f"{file}: {name}") for key, (value, name) in settings.items())
+class _Form(StrictModel):
+    """A part of a preset file; its validator is built when a file is read first."""
+
+    model_config = ConfigDict(defer_build=True)
 
 
-def optimizers(file: str, roles: tuple[str, ...], settings: Mapping[str, tuple[Any, str]]) -> tuple[Cell, ...]:
-    """Return the cells of the optimizer of each role: name in ``file`` may contain ``{role}``."""
-    return tuple(
-        Cell(f"models.{role}.optimizer.{key}", value, f"{file}: {name.format(role=role)}")
-        for role in roles
-        for key, (value, name) in settings.items()
-    )
+class Settings(_Form):
+    """Settings of one section that a peer has in one of its files.
+
+    file:      file of the peer
+    section:   section of the YAML
+    settings:  name of a setting in the section → its value, and its name in ``file``
+    """
+
+    file: str = Field(pattern=r"\.")
+    section: str = Field("algorithm", pattern=r"^(algorithm|models\.\w+(\.optimizer)?)$")
+    settings: Mapping[str, tuple[Any, Annotated[str, Field(min_length=1)]]]
+
+    def cells(self) -> tuple[Cell, ...]:
+        """Return a cell for each setting."""
+        named = self.settings.items()
+        return tuple(
+            Cell(f"{self.section}.{key}", _value(key, value), f"{self.file}: {name}") for key, (value, name) in named
+        )
+
+
+_FOLLOWING: Mapping[str, type] = {"num_mini_batches": MiniBatchesOf, "warmup_steps": WarmUp}
+"""Settings that may be a number that follows from others, in a file a mapping of its fields."""
+
+
+def _value(key: str, value: Any) -> Any:
+    if key in _FOLLOWING and isinstance(value, dict):
+        return TypeAdapter(_FOLLOWING[key]).validate_python(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _flat(parts: Any) -> Any:
+    """Return ``parts`` with the items of its lists: an anchor may name several."""
+    if not isinstance(parts, list):
+        return parts
+    return [each for part in parts for each in (_flat(part) if isinstance(part, list) else [part])]
+
+
+class TrainerForm(_Form):
+    """A trainer of a preset file."""
+
+    settings: Annotated[tuple[Settings, ...], BeforeValidator(_flat)]
+    penalties: Mapping[str, Mapping[str, Any]] = {}
+    differs: Annotated[tuple[str, ...], BeforeValidator(_flat)] = ()
+    routers: Settings | None = None
+
+    def trainer(self) -> PeerTrainer:
+        """Return the trainer. Raises ValueError for a setting that is given twice."""
+        cells = tuple(cell for part in self.settings for cell in part.cells())
+        keys = [cell.key for cell in cells]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise ValueError(f"given twice: {', '.join(sorted(twice))}")
+        [routers] = [None] if self.routers is None else self.routers.cells()
+        return PeerTrainer(cells, self.penalties, self.differs, routers)
+
+
+class PresetForm(_Form):
+    """A preset file. Anchors in ``files`` and ``shared`` name the peer's files, and parts that trainers share."""
+
+    title: str
+    files: tuple[str, ...]
+    shared: tuple[Any, ...] = ()
+    trainers: Mapping[str, TrainerForm]
+
+
+def read_peer(path: Path) -> Peer:
+    """Return the peer of a preset file. Raises ValueError or yaml.YAMLError for a file without its form."""
+    form = PresetForm.model_validate(read_yaml(path.read_text(encoding="utf-8")))
+    return Peer(form.title, {name: trainer.trainer() for name, trainer in form.trainers.items()})

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from flexrlhf.config.presets.trl import router_loss_of
+from flexrlhf.config.presets.filling import router_loss_of
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.imports.adapter_parts import put_lora
