@@ -200,16 +200,24 @@ def _cell(text: str) -> str:
 
 def _settings() -> Iterator[str]:
     yield "## Settings"
+    of_role: dict[str, str] = {}
     for section in setting_sections():
+        same = [row for row in section.rows if of_role.get(row.name) == row.meaning]
         yield f"### {section.title}"
         if section.text:
             yield section.text
-        if section.rows:
-            rows = [
-                (f"`{row.name}`", row.values, f"`{row.default}`" if row.default else "", row.meaning)
-                for row in section.rows
-            ]
+        if same:
+            names = ", ".join(f"`{row.name}`" for row in same)
+            yield f"{names}: as in [`models.ROLE`](#modelsrole); `null` by default."
+        rows = [
+            (f"`{row.name}`", row.values, f"`{row.default}`" if row.default else "", row.meaning)
+            for row in section.rows
+            if row not in same
+        ]
+        if rows:
             yield _table(("key", "value", "default", "meaning"), rows)
+        if section.prefix == "models.ROLE":
+            of_role = {row.name: row.meaning for row in section.rows}
 
 
 PRESETS_HEAD = """\

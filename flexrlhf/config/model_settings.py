@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 
 from flexrlhf.config.engines import MODEL_ENGINES
 from flexrlhf.config.model_names import find_model
-from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.strict_model import StrictModel, optional_fields
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import UserError, either, shown
 
@@ -95,23 +95,6 @@ OF_ROUTERS = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_
 """Settings of training the routers of a model with experts."""
 Head = Literal["causal", "scalar", "both"]
 """Outputs of a model: logits over the vocabulary, one number for each token, or both on one trunk."""
-
-
-class ShadowSpec(StrictModel):
-    """Settings in which a role's shadow differs from its trained copy; null: the trained copy's setting."""
-
-    engine: str | None = Field(None, description=either(MODEL_ENGINES))
-    zero: Zero | None = Field(None, description="3: weights sharded; otherwise each replica has all of them")
-    shard: Shard | None = Field(None, description="ranks over which ZeRO shards: all, or those of one node")
-    tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
-    pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
-    cp: int | None = Field(None, ge=1, description="context-parallel ranks of a replica")
-    ep: int | None = Field(None, ge=1, description="expert-parallel ranks, each with a part of the experts")
-    dtype: Dtype | None = Field(None, description="type of weights and passes")
-    micro_batch_tokens: int | None = Field(None, ge=1, description="computed tokens of one forward pass")
-    generate_tokens: int | None = Field(None, ge=1, description="padded tokens of the rows decoded together")
-
-
 SMALL_LOGITS_MB = 64.0
 """Size on CPUs and on devices of unknown memory."""
 
@@ -319,6 +302,21 @@ class ModelSpec(StrictModel):
         if is_other or own.get("zero", self.zero) != 3:
             dropped["offload_parameters"] = False
         return self.model_copy(update={**own, **dropped})
+
+
+LAYOUT_SETTINGS = ("engine", "zero", "shard", "tp", "pp", "cp", "ep")
+"""Settings by which a model lies on its ranks."""
+_OfShadow: Any = optional_fields(ModelSpec, *LAYOUT_SETTINGS, "dtype", "micro_batch_tokens", "generate_tokens")
+
+
+class ShadowSpec(_OfShadow, StrictModel):  # type: ignore[misc]
+    """Settings in which a role's shadow differs from its trained copy; null: the trained copy's setting.
+
+    It has no gradients: ZeRO shards its weights at stage 3, and nothing at the others.
+    """
+
+
+ModelSpec.model_rebuild()  # its shadow is of this class
 
 
 OF_TRAINING = (

@@ -17,11 +17,10 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from flexrlhf.config.engines import MODEL_ENGINES
-from flexrlhf.config.model_settings import Shard, Zero
+from flexrlhf.config.model_settings import LAYOUT_SETTINGS, ModelSpec
 from flexrlhf.config.ratio_vector import Exact
-from flexrlhf.config.strict_model import StrictModel, plain_text
-from flexrlhf.errors import either, nearest, shown
+from flexrlhf.config.strict_model import StrictModel, optional_fields, plain_text
+from flexrlhf.errors import nearest, shown
 
 
 class NodeSpec(StrictModel):
@@ -138,23 +137,16 @@ def _entry(value: Any) -> Any:
 Entry = Annotated[PlacementEntry, BeforeValidator(_entry, json_schema_input_type=PlacementEntry | Exact)]
 
 
-class OperatorPlacement(PlacementEntry):
+_OfRole: Any = optional_fields(ModelSpec, *LAYOUT_SETTINGS, "micro_batch_tokens")
+
+
+class OperatorPlacement(_OfRole, PlacementEntry):  # type: ignore[misc]
     """Ranks of one operator, and settings in which it differs from its role; null: those of the role.
 
     Operators of a role that differ in ``micro_batch_tokens`` alone share a copy of it. Where ``rollout.engine``
     generates, an operator that generates has ``tp`` and ``pp`` alone, by default as in ``rollout``.
     """
 
-    engine: str | None = Field(None, description=either(MODEL_ENGINES))
-    zero: Zero | None = Field(None, description="ZeRO stage")
-    shard: Shard | None = Field(None, description="ranks over which ZeRO shards: all, or those of one node")
-    tp: int | None = Field(None, ge=1, description="tensor-parallel ranks of a replica")
-    pp: int | None = Field(None, ge=1, description="pipeline stages of a replica")
-    cp: int | None = Field(None, ge=1, description="context-parallel ranks of a replica")
-    ep: int | None = Field(None, ge=1, description="expert-parallel ranks, each with a part of the experts")
-    micro_batch_tokens: int | None = Field(
-        None, ge=1, description="computed tokens of one pass of this operator: more take memory, fewer take time"
-    )
     shadow: bool = Field(
         False,
         strict=True,
@@ -165,7 +157,7 @@ class OperatorPlacement(PlacementEntry):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of its copy that are given."""
-        given = {name: getattr(self, name) for name in ("engine", "zero", "shard", "tp", "pp", "cp", "ep")}
+        given = {name: getattr(self, name) for name in LAYOUT_SETTINGS}
         return {name: value for name, value in given.items() if value is not None}
 
 

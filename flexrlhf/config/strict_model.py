@@ -6,9 +6,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import NoneType
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_core import CoreSchema, InitErrorDetails
 
 from flexrlhf.errors import nearest
@@ -72,6 +80,16 @@ class StrictModel(BaseModel):
     @classmethod
     def _is_known(cls, key: str) -> bool:
         return key in cls._keys()
+
+
+def optional_fields(kind: type[BaseModel], *names: str) -> type[BaseModel]:
+    """Return a base class with these fields of ``kind``, which may be null and are by default."""
+    optional: dict[str, Any] = {}
+    for name in names:
+        field, own = kind.model_fields[name], Field(description=kind.model_fields[name].description)
+        annotation: Any = field.annotation
+        optional[name] = (Annotated[annotation | None, own, *field.metadata], None)
+    return create_model(f"Optional{kind.__name__}", **optional)
 
 
 def meaning(kind: type[BaseModel], name: str) -> str:

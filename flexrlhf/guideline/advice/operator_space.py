@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from math import inf
+from typing import Any
 
 from flexrlhf.config.engines import FULL_ENGINES, facts_of
 from flexrlhf.config.model_settings import ModelSpec
@@ -285,22 +286,16 @@ class OperatorSpace(Space):
         settings, model = choice.option.settings, self.spec.models.of(self.placed_operators[choice.part].role)
         assert isinstance(settings, ModelSpec) and model is not None, "options of a Space have settings"
         ranks, is_kept = choice.ranks, self.sketch.is_kept(choice.part)
+        own: dict[str, Any] = {"tp": settings.tp}
         if self.sketch.is_of_rollout(choice.part):
-            pp = None if settings.pp == self.spec.rollout.pp else settings.pp
-            return OperatorPlacement(ranks=ranks, tp=settings.tp, pp=pp, shadow=is_kept)
+            own["pp"] = None if settings.pp == self.spec.rollout.pp else settings.pp
+            return OperatorPlacement(ranks=ranks, shadow=is_kept, **own)
+        own |= {"zero": settings.zero, "pp": settings.pp if facts_of(settings.engine).pp else None}
+        for name in ("engine", "shard", "cp", "ep"):
+            own[name] = None if getattr(settings, name) == getattr(model, name) else getattr(settings, name)
         tokens = (model.of_shadow if is_kept else model).micro_batch_tokens
-        return OperatorPlacement(
-            ranks=ranks,
-            engine=None if settings.engine == model.engine else settings.engine,
-            zero=settings.zero,
-            shard=None if settings.shard == model.shard else settings.shard,
-            tp=settings.tp,
-            pp=settings.pp if facts_of(settings.engine).pp else None,
-            cp=None if settings.cp == model.cp else settings.cp,
-            ep=None if settings.ep == model.ep else settings.ep,
-            micro_batch_tokens=None if settings.micro_batch_tokens == tokens else settings.micro_batch_tokens,
-            shadow=is_kept,
-        )
+        own["micro_batch_tokens"] = None if settings.micro_batch_tokens == tokens else settings.micro_batch_tokens
+        return OperatorPlacement(ranks=ranks, shadow=is_kept, **own)
 
 
 @dataclass(frozen=True)
