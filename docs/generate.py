@@ -200,15 +200,16 @@ def _cell(text: str) -> str:
 
 def _settings() -> Iterator[str]:
     yield "## Settings"
-    of_role: dict[str, str] = {}
+    described = dict[tuple[str, str], str]()
     for section in setting_sections():
-        same = [row for row in section.rows if of_role.get(row.name) == row.meaning]
+        same = [row for row in section.rows if row.default == "null" and (row.name, row.meaning) in described]
         yield f"### {section.title}"
         if section.text:
             yield section.text
         if same:
             names = ", ".join(f"`{row.name}`" for row in same)
-            yield f"{names}: as in [`models.ROLE`](#modelsrole); `null` by default."
+            title = described[same[0].name, same[0].meaning]
+            yield f"{names}: as in [`{title}`](#{title.replace('.', '').lower()}); `null` by default."
         rows = [
             (f"`{row.name}`", row.values, f"`{row.default}`" if row.default else "", row.meaning)
             for row in section.rows
@@ -216,8 +217,8 @@ def _settings() -> Iterator[str]:
         ]
         if rows:
             yield _table(("key", "value", "default", "meaning"), rows)
-        if section.prefix == "models.ROLE":
-            of_role = {row.name: row.meaning for row in section.rows}
+        if section.prefix in ("models.ROLE", "data"):
+            described |= {(row.name, row.meaning): section.prefix for row in section.rows}
 
 
 PRESETS_HEAD = """\

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from flexrlhf.config.ratio_vector import Exact
-from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.strict_model import StrictModel, optional_fields
 from flexrlhf.config.user_paths import UserPath
 
 
@@ -72,24 +72,6 @@ def check_positive(value: Fraction) -> Fraction:
     return value
 
 
-class RowsSpec(StrictModel):
-    """Rows that may be of another form than those of ``data``. null: the setting of ``data``."""
-
-    path: UserPath = Field(description=FILES)
-    form: FormSetting | None = Field(None, description="columns of a row")
-    columns: dict[str, str] | None = Field(None, description="name that is used here: column of the rows")
-    template: Template | None = Field(None, description="text of the prompt, with {column} fields")
-    system: str | None = Field(None, description="system prompt of rows without one")
-
-
-class SourceSpec(RowsSpec):
-    """One of several sources of training rows."""
-
-    weight: Annotated[Exact, AfterValidator(check_positive)] = Field(
-        Fraction(1), description="share of the prompts, relative to the other sources"
-    )
-
-
 class DataSpec(StrictModel):
     """Prompts, demonstrations or preference pairs, and the lengths that they are padded to."""
 
@@ -100,7 +82,7 @@ class DataSpec(StrictModel):
         default_factory=dict, description="name that a form or a score uses: column of the rows, such as outer.inner"
     )
     template: Template | None = Field(
-        None, description="text of the prompt, with {column} fields; null: that of the form"
+        None, description="text of the prompt, with {column} fields; without one that of the form"
     )
     system: str | None = Field(None, description="system prompt of rows without one, which makes chats of texts")
     tokenizer: UserPath | None = Field(
@@ -146,6 +128,26 @@ class DataSpec(StrictModel):
         if self.path is not None and self.sources:
             raise ValueError("path and sources exclude each other: remove one")
         return self
+
+
+_OfData: Any = optional_fields(DataSpec, "path", "form", "columns", "template", "system")
+
+
+class RowsSpec(_OfData, StrictModel):  # type: ignore[misc]
+    """Rows that may be of another form than those of ``data``. null: the setting of ``data``."""
+
+    path: UserPath = Field(description=FILES)
+
+
+class SourceSpec(RowsSpec):
+    """One of several sources of training rows."""
+
+    weight: Annotated[Exact, AfterValidator(check_positive)] = Field(
+        Fraction(1), description="share of the prompts, relative to the other sources"
+    )
+
+
+DataSpec.model_rebuild()  # its sources are of this class
 
 
 class EvalSpec(RowsSpec):
