@@ -21,7 +21,7 @@ define INSTALL
 	|| $(PIP) $(if $(PINS),--constraint $(PINS)) --editable "$(1)"
 endef
 
-.PHONY: install install-all constraints.txt run real gpu test newest test-all lint
+.PHONY: install install-all constraints.txt run real gpu test newest test-all lint figures
 
 install: $(VENV)/installed
 install-all: $(VENV)/installed-all
@@ -75,3 +75,7 @@ lint: install-all
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
+
+# sizes, names across rooms, imports of a rank, settings: to compare commits by, not limits
+figures: install-all
+	$(BIN)/python -m benchmarks.source_figures
