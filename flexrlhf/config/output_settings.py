@@ -72,31 +72,12 @@ class GuardsSpec(StrictModel):
     sampled_logprobs: Literal["stop", "warn", "off"] = Field(
         "stop",
         description="log-probs of the first step as transformers sampled the tokens differ from those computed of the "
-        "whole texts; for torch and vllm see rollout.parity",
+        "whole texts, by more than 1e-3 nats in the mean, or 0.05 in 16 bits; for torch and vllm see rollout.parity",
     )
-    max_logprob_difference: float | None = Field(
-        None, gt=0, description="limit of that difference, mean over tokens (nats); null: 1e-3, or 0.05 in 16 bits"
-    )
-    max_kl: float | None = Field(
-        2.0, gt=0, description="warn where kl_token exceeds this in either direction (nats per token); null: never"
-    )
-    max_update_kl: float | None = Field(
-        0.5, gt=0, description="warn where update_kl exceeds this (nats per token); null: never"
-    )
-    loss_spike: float | None = Field(
-        20.0,
-        gt=1,
-        description="warn where a loss or gradient norm exceeds so many times its median over the steps before; null: "
-        "never",
-    )
-    equal_scores: int | None = Field(
-        1, ge=1, description="warn after so many steps in a row whose responses all have the same score; null: never"
-    )
-    max_truncated: float | None = Field(
-        0.5,
-        ge=0,
-        lt=1,
-        description="warn where a larger share of the responses is truncated at data.max_response_tokens; null: never",
+    warnings: bool = Field(
+        True,
+        description="warn of a KL that explodes, losses and gradient norms that jump, equal scores, and truncated "
+        "responses",
     )
 
 

@@ -123,7 +123,6 @@ class SampledCheck:
     """Comparison of the first step's log-probs.
 
     policy:      stop the run or report a difference.
-    limit:       of the mean difference (nats); None: by dtype.
     temperature: of the log-probs.
     models:      placed models that sample responses and compute log-probs of them.
     decode:      tokens to text.
@@ -131,7 +130,6 @@ class SampledCheck:
     """
 
     policy: Literal["stop", "warn"]
-    limit: float | None
     temperature: float
     models: frozenset[ModelName]
     decode: Callable[[Sequence[int]], str]
@@ -162,7 +160,7 @@ class SampledCheck:
 
     def _compare(self, model: LoadedModel, batch: Batch, mask: Tensor, sampled: Tensor, computed: Tensor) -> None:
         found = compare_logprobs(sampled, computed, batch, mask, model.dp)
-        limit = self.limit or default_limit(model.placed.settings, self.temperature, self.sent)
+        limit = mean_limit(model.placed.settings, self.temperature, self.sent)
         if found.mean <= limit:
             return
         sentence = self._sentence(model, found, limit)
@@ -181,7 +179,7 @@ class SampledCheck:
         )
 
 
-def default_limit(settings: ModelSpec, temperature: float, sent: Dtype | None = None) -> float:
+def mean_limit(settings: ModelSpec, temperature: float, sent: Dtype | None = None) -> float:
     """Return the limit of the mean difference in nats; log-probs at a low temperature magnify rounding.
 
     ``sent``: ``sync.dtype``.
@@ -208,5 +206,4 @@ def make_sampled_check(plan: Plan, decode: Callable[[Sequence[int]], str]) -> Sa
     computing = {(run.model, run.layout) for run in forwards if OF_WHOLE_TEXTS.intersection(run.operator.writes)}
     # a protocol may split the rows of both otherwise
     models = frozenset(model for model, _ in sampling & computing)
-    policy, limit, sent = guards.sampled_logprobs, guards.max_logprob_difference, plan.spec.sync.dtype
-    return SampledCheck(policy, limit, plan.temperature, models, decode, sent)
+    return SampledCheck(guards.sampled_logprobs, plan.temperature, models, decode, plan.spec.sync.dtype)

@@ -69,7 +69,8 @@ class ResultsWriter(Observer):
         self._plan, self._world, self._store = recorder.plan, recorder.world, recorder.store
         self._last_time = time.time()
         self._replies = ReplyTimes(self._plan, self._world) if self._plan.spec.environment is not None else None
-        self._warnings = StepWarnings(self._plan.spec.guards, self._plan.spec.name, self._plan.batch.num_taken)
+        spec, rows = self._plan.spec, self._plan.batch.num_taken
+        self._warnings = StepWarnings(spec.name, rows) if spec.guards.warnings else None
 
     def end(self, _: Execution) -> None:
         """Write, on rank 0, the metrics of all steps that have been published in full, without waiting."""
@@ -131,7 +132,8 @@ class ResultsWriter(Observer):
             record_statistics(self._directory, step, total, reporters)
         self._loggers.log({**row, **labels}, samples)
         self._send(StepDone(spec.name, step, spec.steps, row))
-        self._warnings.observe(step, row)
+        if self._warnings is not None:
+            self._warnings.observe(step, row)
         self.next_step, self._last_time = step + 1, now
 
     def _account(

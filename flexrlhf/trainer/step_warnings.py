@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from math import isfinite
 from statistics import median
 
-from flexrlhf.config.output_settings import GuardsSpec
-
 WINDOW, LEAST = 20, 5
 """Steps before, of which the median is taken: at most, and at least."""
 NATS = ("policy_loss", "nll", "ptx_nll", "pair_loss", "preference_loss")
@@ -20,8 +18,12 @@ NORMS = tuple(f"{role}_grad_norm" for role in ("actor", "critic", "cost_critic",
 FLOORS = {**dict.fromkeys((*NATS, *NORMS), 1.0), "value_loss": 0.0, "cost_value_loss": 0.0}
 """Watched metrics, and values that are no spike though the median may be almost 0: 1 nat or advantage, the default of
 ``max_grad_norm``."""
-
-
+SPIKE = 20.0
+"""Loss or gradient norm over its median: the quick start has at most 11."""
+MOST_NATS = {"kl_token": 2.0, "update_kl": 0.5}
+"""Largest usual KL per token, in either direction."""
+MOST_TRUNCATED = 0.5
+"""Largest usual share of truncated responses."""
 LOOK = "samples.jsonl shows some of them"
 EQUAL = 1e-7
 """Standard deviation over mean, up to which scores are the same but for rounding."""
@@ -49,8 +51,7 @@ class StepWarnings:
     object has seen, so they begin anew with a resumed run.
     """
 
-    def __init__(self, guards: GuardsSpec, name: str, num_rows: int) -> None:
-        self._guards = guards
+    def __init__(self, name: str, num_rows: int) -> None:
         self._name = name
         self._num_rows = num_rows
         self._equal_steps = 0
@@ -64,42 +65,35 @@ class StepWarnings:
 
     def _large(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         """Yield the metrics of the KL that are over their limits; NaN is over any."""
-        guards = self._guards
-        limits = {"kl_token": ("max_kl", guards.max_kl), "update_kl": ("max_update_kl", guards.max_update_kl)}
-        for metric, (setting, limit) in limits.items():
-            if limit is not None and metric in row and not abs(row[metric]) <= limit:
-                yield metric, f"{metric} {row[metric]:.4g} nats per token is beyond guards.{setting} {limit:g}"
+        for metric, limit in MOST_NATS.items():
+            if metric in row and not abs(row[metric]) <= limit:
+                yield metric, f"{metric} {row[metric]:.4g} nats per token is beyond {limit:g}"
 
     def _spikes(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         """Yield the losses and gradient norms that are far above their medians in the steps before."""
         for metric, before in self._before.items():
             if metric not in row:
                 continue
-            value, factor = abs(row[metric]), self._guards.loss_spike
-            usual = median(before) if len(before) >= LEAST else 0.0
+            value, usual = abs(row[metric]), median(before) if len(before) >= LEAST else 0.0
             if isfinite(value):
                 before.append(value)
-            if factor is not None and usual and value > max(factor * usual, FLOORS[metric]):
-                limit = f"guards.loss_spike {factor:g} times its median {usual:.4g}"
-                yield metric, f"{metric} {row[metric]:.4g} is over {limit}"
+            if usual and value > max(SPIKE * usual, FLOORS[metric]):
+                yield metric, f"{metric} {row[metric]:.4g} is over {SPIKE:g} times its median {usual:.4g}"
 
     def _equal_scores(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Yield a line if all scores that are compared are equal, for so many steps in a row."""
-        equal, limit = _equal_scores(row, self._num_rows), self._guards.equal_scores
+        """Yield a line if all scores that are compared are equal, with the number of such steps in a row."""
+        equal = _equal_scores(row, self._num_rows)
         self._equal_steps = self._equal_steps + 1 if equal else 0
-        if equal and limit is not None and self._equal_steps >= limit:
+        if equal:
             steps = f", for {self._equal_steps} steps in a row" if self._equal_steps > 1 else ""
             yield "equal_scores", f"{equal}{steps}; {LOOK}"
 
     def _truncated(self, row: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Yield a line if more responses are truncated than is allowed."""
-        share, limit = row.get("truncated", 0.0), self._guards.max_truncated
-        if limit is not None and share > limit:
+        """Yield a line if more responses are truncated than usual."""
+        share = row.get("truncated", 0.0)
+        if share > MOST_TRUNCATED:
             number = "all responses" if share == 1 else f"{share:.0%} of the responses"
-            yield (
-                "truncated",
-                f"{number} are truncated at data.max_response_tokens (guards.max_truncated {limit:g}); {LOOK}",
-            )
+            yield "truncated", f"{number} are truncated at data.max_response_tokens; {LOOK}"
 
 
 def _equal_scores(row: Mapping[str, float], num_rows: int) -> str:

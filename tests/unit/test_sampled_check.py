@@ -6,7 +6,7 @@ import pytest
 from small_runs import RECOMPUTE, plan_of
 
 from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
-from flexrlhf.trainer.operator_guards import default_limit, make_sampled_check
+from flexrlhf.trainer.operator_guards import make_sampled_check, mean_limit
 
 SIX = [0.5] * 6
 
@@ -41,5 +41,5 @@ def test_what_is_compared(placement: list[float] | None, overrides: tuple[str, .
 def test_the_limit_follows_from_the_type_and_the_temperature() -> None:
     exact, half = ModelSpec(path="a"), ModelSpec(path="a", dtype="bfloat16")
     mixed = ModelSpec(path="a", shadow=ShadowSpec(dtype="bfloat16"))
-    assert [default_limit(model, 1.0) for model in (exact, half, mixed)] == [1e-3, 0.05, 0.05]
-    assert default_limit(exact, 2.0) == 1e-3 and default_limit(exact, 0.5) == 2e-3
+    assert [mean_limit(model, 1.0) for model in (exact, half, mixed)] == [1e-3, 0.05, 0.05]
+    assert mean_limit(exact, 2.0) == 1e-3 and mean_limit(exact, 0.5) == 2e-3

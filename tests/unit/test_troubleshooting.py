@@ -23,7 +23,6 @@ from flexrlhf.cli import app
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import World
-from flexrlhf.config.output_settings import GuardsSpec
 from flexrlhf.config.proxies import proxy_of
 from flexrlhf.data.quickstart import CORPUS, prepare_corpus
 from flexrlhf.engines.vllm.restarts import Restarts, RolloutProcessError
@@ -72,7 +71,7 @@ class Reader:
         return self.types("run", "a.yaml", "--dry-run", *pairs)
 
     def observes(self, *rows: Mapping[str, float]) -> str:
-        warnings = StepWarnings(GuardsSpec(), "test", 16)
+        warnings = StepWarnings("test", 16)
         for step, row in enumerate(rows):
             warnings.observe(step, row)
         return self.capsys.readouterr().err.strip().removeprefix("flexrlhf: ")
