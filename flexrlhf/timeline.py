@@ -52,6 +52,8 @@ class Span:
 
 SPANS = TypeAdapter(list[Span])
 """JSON of spans, by which ranks report them."""
+KEPT_STEPS = 1000
+"""Steps that timeline.json has, up to the last."""
 
 
 class Instant(Protocol):

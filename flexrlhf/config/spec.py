@@ -294,7 +294,6 @@ class Spec(StrictModel):
         default_factory=dict, description="filled in by planning: directory of the Hub's cache → name@commit"
     )
     timeout_seconds: float = Field(1800.0, ge=1, description="no rank waits longer than this for another")
-    timeline_steps: int = Field(1000, ge=1, description="steps that timeline.json keeps, up to the last")
 
     @model_validator(mode="before")
     @classmethod

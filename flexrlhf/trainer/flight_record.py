@@ -23,7 +23,7 @@ from flexrlhf.comm.world import World
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.flight_log import MOST_INSTRUCTIONS, TIMELINE, FlightLog, write_record
 from flexrlhf.runs.run_files import RunFiles
-from flexrlhf.timeline import SPANS, Instant, Span, Timeline
+from flexrlhf.timeline import KEPT_STEPS, SPANS, Instant, Span, Timeline
 from flexrlhf.trainer.execution import Execution, Observer
 
 
@@ -85,7 +85,7 @@ class FlightRecord(Observer):
         self.progress = RankProgress(world, name, models, plan.spec.timeout_seconds)
         # a CPU's work is done when a call returns, so the clock of the host serves
         clock = None if world.device.type == "cpu" else DeviceClock(world.device)
-        self.timeline = Timeline(rank, plan.spec.timeline_steps, clock)
+        self.timeline = Timeline(rank, KEPT_STEPS, clock)
         self.directory = directory
         self._header: dict[str, Any] = {
             "rank": rank,
@@ -95,7 +95,7 @@ class FlightRecord(Observer):
             "models": models[rank],
             "debug": plan.spec.debug.thrown,
         }
-        self._log = FlightLog(directory, self._header, plan.spec.timeline_steps)
+        self._log = FlightLog(directory, self._header, KEPT_STEPS)
         self._last: deque[Span] = deque(maxlen=MOST_INSTRUCTIONS)
 
     def begin(self, execution: Execution) -> None:

@@ -22,7 +22,7 @@ from flexrlhf.runs.flight_log import TIMELINE
 from flexrlhf.runs.run_directory import METRICS, RowWriter
 from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.text import span_of
-from flexrlhf.timeline import SPANS, Timeline, saved_spans, write_trace
+from flexrlhf.timeline import KEPT_STEPS, SPANS, Timeline, saved_spans, write_trace
 from flexrlhf.trainer.column_files import record_statistics
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
@@ -205,7 +205,7 @@ class ResultsWriter(Observer):
             "start_bytes": {rank: found["start"] for rank, found in memory.items()},
             "host_copies": {rank: found["copies"] for rank, found in memory.items()},
         }
-        first = max((span.step for span in spans), default=0) - self._plan.spec.timeline_steps
+        first = max((span.step for span in spans), default=0) - KEPT_STEPS
         write_trace(self._directory / "timeline.json", [span for span in spans if span.step > first], facts)
 
 

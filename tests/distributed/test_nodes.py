@@ -103,7 +103,7 @@ def test_two_nodes_without_a_shared_directory(
     cluster = {"cluster": {"nodes": [{"count": 2, "devices": 1}], "device": "cpu"}}
     for place in places:
         place.mkdir()
-        write_config(assets, place, **{"checkpoint": {"every": 1}, "timeline_steps": 3, **cluster})
+        write_config(assets, place, **{"checkpoint": {"every": 1}, **cluster})
         later = yaml.safe_load((place / "config.yaml").read_text())
         later["models"]["actor"]["path"] = f"runs/{CASE.name}/actor"
         (place / "later.yaml").write_text(yaml.safe_dump(later | {"name": "later", "steps": 1}))

@@ -215,7 +215,6 @@ def test_betas_are_two_numbers(value: str) -> None:
         (f"seed={2**63}", "seed: must be less than"),
         ("sync.bucket_mb=0.0001", "sync.bucket_mb: must be greater than or equal to 0.001"),
         ("timeout_seconds=0.5", "timeout_seconds: must be greater than or equal to 1"),
-        ("timeline_steps=0", "timeline_steps: must be greater than or equal to 1"),
         ("models.actor.generate_tokens=0", "models.actor.generate_tokens: must be greater than or equal to 1"),
     ],
 )
