@@ -117,7 +117,6 @@ class CheckpointSpec(StrictModel):
     )
     keep_last: int = Field(2, ge=1, description="older checkpoints are deleted")
     on_signal: bool = Field(True, description="SIGTERM and SIGUSR1 write one after the current step, and end the run")
-    background: bool = Field(True, description="write the files while the next step runs")
 
 
 class Switches(StrictModel):

@@ -120,8 +120,6 @@ class Checkpointer(Observer):
         self._writing = _Writing(next_step, job, self._progress(next_step))
         if context.rank == 0:
             self._pending.append(next_step)
-        if not context.plan.spec.checkpoint.background:
-            self._publish_written(wait=True)
 
     def end(self, _: Execution) -> None:
         """Publish and complete the files that are written by now."""
