@@ -202,7 +202,7 @@ VLLM = EngineFacts(
     loads_whole=True,
     rollout_settings=(
         *("tp", "dtype", "kv_tokens", "sleep", "parity"),
-        *("pp", "process", "max_restarts", "noise", "adapters", "prefix_caching", "cuda_graphs", "config"),
+        *("pp", "process", "max_restarts", "noise", "adapters", "cuda_graphs", "config"),
     ),
     copies_keys=True,
     # a size that its attention supports on CPUs and on GPUs

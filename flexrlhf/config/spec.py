@@ -186,7 +186,6 @@ class RolloutSpec(StrictModel):
         description="in the text of responses that scores, stop strings and samples.jsonl have (any engine): keep: all "
         "special tokens, such as <think>, but padding, beginning and end of a text; skip: none, as in TRL and verl",
     )
-    prefix_caching: bool = Field(True, description="samples of one prompt share its keys and values")
     cuda_graphs: bool = Field(True, description="decode with captured CUDA graphs")
     sleep: bool = Field(True, description="co-located: free the engine's memory while other models run (torch too)")
     config: dict[str, Any] = Field(default_factory=dict, description="further arguments of vLLM, by their names")

@@ -693,7 +693,7 @@ ROLLOUTS: dict[str, Raw] = {
     "vllm-child": _vllm(process="child"),
     "vllm-tp-pp": _vllm(tp=2, pp=2),
     # one row at a time, without a cache for the next sample of its prompt
-    "vllm-narrow": _vllm(kv_tokens=32, prefix_caching=False),
+    "vllm-narrow": _vllm(kv_tokens=32),
     "vllm-awake": _vllm(sleep=False),
     # some layers that vLLM fuses have no adapters, and the LoRA rank is padded
     ADAPTERS: _vllm(adapters="separate", tp=2),

@@ -858,7 +858,7 @@ def test_heads_of_other_models_do_not_concern_vllm() -> None:
         ("models.actor.lora={targets: [k_proj]}", "rollout.adapters=separate"),
         ("models.actor.tp=2",),
         (DEEPSPEED, "models.actor.zero=3", "rollout.tp=2"),
-        ("rollout.cuda_graphs=false", "rollout.prefix_caching=false", "rollout.sleep=false"),
+        ("rollout.cuda_graphs=false", "rollout.sleep=false"),
     ],
 )
 @pytest.mark.parametrize("placement", [None, SIX])

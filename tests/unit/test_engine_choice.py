@@ -144,7 +144,7 @@ def test_one_run_of_a_command_has_vllm() -> None:
 
 
 def test_settings_of_vllm_go_with_its_choice() -> None:
-    plan = plan_of(None, 2, A100, "rollout={tp: 2, kv_tokens: 64, prefix_caching: false}")
+    plan = plan_of(None, 2, A100, "rollout={tp: 2, kv_tokens: 64, cuda_graphs: false}")
     model = plan.placement["actor.rollout"]
     assert (model.engine, model.layout.tp, model.settings.generate_tokens) == ("vllm", 2, 64)
 
@@ -166,9 +166,9 @@ def test_settings_of_vllm_go_with_its_choice() -> None:
         ),
         (
             None,
-            (A100, *DPO, "rollout.prefix_caching=false"),
-            "prefix_caching: has no effect, since rollout.engine auto is transformers here (dpo trains on responses of "
-            "the data set); remove prefix_caching, or ",
+            (A100, *DPO, "rollout.cuda_graphs=false"),
+            "cuda_graphs: has no effect, since rollout.engine auto is transformers here (dpo trains on responses of "
+            "the data set); remove cuda_graphs, or ",
         ),
         (
             SIX,

@@ -41,7 +41,7 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         "max_model_len": lengths.prompt + lengths.response,
         "block_size": model.facts.cache_block,
         "kv_cache_memory_bytes": kv_bytes,
-        "enable_prefix_caching": rollout.prefix_caching,
+        "enable_prefix_caching": True,
         "enforce_eager": device == "cpu" or not rollout.cuda_graphs,
         # memory of sleep mode cannot be shared with the rank of a child
         "enable_sleep_mode": device != "cpu" and rollout.process == "inline",

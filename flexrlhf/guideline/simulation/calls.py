@@ -289,8 +289,7 @@ def engine_of(model: PlacedModel) -> str:
 
 def reads_prompts_once(model: PlacedModel) -> bool:
     """Whether generation reads a prompt once for all of its samples."""
-    rollout = model.rollout
-    return rollout.prefix_caching if rollout is not None and model.engine == "vllm" else model.settings.share_prompts
+    return model.engine == "vllm" or model.settings.share_prompts
 
 
 def texts_per_row(operator: Operator) -> int:
