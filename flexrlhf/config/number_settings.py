@@ -65,6 +65,8 @@ def differing_settings(first: Spec, second: Spec) -> tuple[SettingDifference, ..
 
 def number_settings(spec: Spec) -> dict[str, Any]:
     """Return the settings of ``spec`` that numbers depend on, nested as in the YAML."""
+    # a directory of the Hub's cache is another one on another machine
+    spec = spec.as_written
     raw = spec.model_dump(mode="json", by_alias=True, include=set(OF_RUN))
     # a preset is a name for settings that are filled in, and a protocol a way to split rows
     for key in ("like", "protocols"):
@@ -80,9 +82,6 @@ def number_settings(spec: Spec) -> dict[str, Any]:
     raw["models"] = {
         role: model.model_dump(mode="json", include=set(OF_MODELS)) for role, model in spec.models if model is not None
     }
-    # a directory of the Hub's cache is another one on another machine
-    for section, key in [(model, "path") for model in raw["models"].values()] + [(raw["data"], "tokenizer")]:
-        section[key] = spec.snapshots.get(section[key], section[key])
     # a learning rate that falls towards the last step makes every step depend on their number
     is_falling = any(model is not None and model.optimizer.schedule != "constant" for _, model in spec.models)
     raw["steps"] = spec.steps if is_falling else None

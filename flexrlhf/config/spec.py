@@ -5,11 +5,11 @@ All classes are frozen and refuse unknown keys with the nearest valid one. ``spe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, StrictBool, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, model_validator
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, check_positive
@@ -289,10 +289,8 @@ class Spec(StrictModel):
     loggers: tuple[LoggerSpec, ...] = Field((), description="libraries that receive metrics, samples and timeline")
     debug: DebugSpec = DebugSpec()
     runs: UserPath = Field("runs", description="directory of all runs' results")
-    snapshots: dict[str, str] = Field(
-        default_factory=dict, description="filled in by planning: directory of the Hub's cache → name@commit"
-    )
     timeout_seconds: float = Field(1800.0, ge=1, description="no rank waits longer than this for another")
+    _hub_names: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -423,6 +421,33 @@ class Spec(StrictModel):
     def with_models(self, models: Mapping[str, ModelSpec | None]) -> Self:
         """Return this spec with other settings of ``models``, by role; they are not validated."""
         return self.model_copy(update={"models": self.models.model_copy(update=models)})
+
+    def with_paths(self, change: Callable[[str, str], str], hub_names: Mapping[str, str]) -> Self:
+        """Return this spec with other paths of models and of the tokenizer.
+
+        change:     returns the new path, of a setting and its path.
+        hub_names:  as of the property, once all paths are changed.
+        """
+        models = {
+            role: model and model.model_copy(update={"path": model.path and change(f"models.{role}.path", model.path)})
+            for role, model in self.models
+        }
+        tokenizer = self.data.tokenizer and change("data.tokenizer", self.data.tokenizer)
+        data = self.data.model_copy(update={"tokenizer": tokenizer})
+        changed = self.with_models(models).model_copy(update={"data": data})
+        changed._hub_names = hub_names
+        return changed
+
+    @property
+    def hub_names(self) -> Mapping[str, str]:
+        """Name on the Hub with its commit, by the directory of the cache that planning has put in its place."""
+        return self._hub_names
+
+    @property
+    def as_written(self) -> Self:
+        """The spec with names on the Hub, and their commits, in the place of directories of the cache."""
+        names = self._hub_names
+        return self.with_paths(lambda _, path: names.get(path, path), {}) if names else self
 
     @property
     def directory(self) -> Path:

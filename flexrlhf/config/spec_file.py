@@ -202,12 +202,14 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def dump_spec(spec: Spec, short: bool = False) -> str:
-    """Return the resolved YAML: loading it gives the same spec. ``short``: without settings that are the default."""
+    """Return the resolved YAML: loading and planning it gives the same spec. ``short``: without settings that are the
+    default."""
     return write_yaml(spec_data(spec, short))
 
 
 def spec_data(spec: Spec, short: bool = False) -> dict[str, Any]:
     """Return the mapping of ``dump_spec``, which is also that of a JSON."""
+    spec = spec.as_written
     if short:
         spec = spec.model_copy(update={"rollout": spec.rollout.as_written})
     raw = spec.model_dump(mode="json", by_alias=True, exclude_defaults=short)

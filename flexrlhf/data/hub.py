@@ -24,6 +24,7 @@ ENDPOINT = "HF_ENDPOINT"
 _NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?(?P<parts>(:[\w.-]+)*)", re.ASCII
 )
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 """Files of a model's repository that are downloaded: no pickled weights, nor other formats."""
 
@@ -46,9 +47,12 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """Return the Hub's name in ``text``; None for a path: where a file or a folder ``org`` is here, too."""
+    """Return the Hub's name in ``text``; None for a path: where a file or a folder ``org`` is here, too, unless the
+    name has a commit."""
     found = _NAME.fullmatch(text)
-    if found is None or Path(text).exists() or Path(found["name"]).parent.is_dir():
+    if found is None or Path(text).exists():
+        return None
+    if not _COMMIT.fullmatch(found["revision"] or "") and Path(found["name"]).parent.is_dir():
         return None
     return HubName(found["name"], found["revision"], tuple(found["parts"].split(":")[1:]))
 

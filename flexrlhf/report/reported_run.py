@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -195,16 +195,7 @@ def _with_present_paths(spec: Spec, directory: Path) -> Spec:
     """Return ``spec`` with relative paths that lead from where the run was started, and without downloads."""
     start = _start_directory(spec, directory)
 
-    def present(path: str | None) -> str | None:
-        return None if path is None else _present(path, start, spec.snapshots)
-
-    models = {role: model and model.model_copy(update={"path": present(model.path)}) for role, model in spec.models}
-    update = {
-        "models": spec.models.model_copy(update=models),
-        "data": spec.data.model_copy(update={"tokenizer": present(spec.data.tokenizer)}),
-        "snapshots": {},
-    }
-    return spec.model_copy(update=update)
+    return spec.with_paths(lambda _, path: _present(path, start), {})
 
 
 def _start_directory(spec: Spec, directory: Path) -> Path | None:
@@ -215,13 +206,13 @@ def _start_directory(spec: Spec, directory: Path) -> Path | None:
     return Path(*parent.parts[: -len(runs.parts)])
 
 
-def _present(path: str, start: Path | None, snapshots: Mapping[str, str]) -> str:
+def _present(path: str, start: Path | None) -> str:
     """Return a path as it is found here; a name on the Hub that is not in the cache as a path that leads nowhere."""
     if Path(path).exists():
         return path
     if start is not None and (start / path).exists():
         return str(start / path)
-    name = hub_name(snapshots.get(path, path))
+    name = hub_name(path)
     if name is None:
         return path
     cached = cached_snapshot(name, "model")

@@ -18,6 +18,7 @@ from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.encoding import bos_in_front
 from flexrlhf.data.messages import Message
 from flexrlhf.errors import UserError
+from flexrlhf.plan.hub_names import in_cache
 from flexrlhf.runs.manifest import checkpoints_of
 from flexrlhf.runs.resume import CONFIG
 
@@ -45,7 +46,7 @@ def find_policies(place: Path) -> Policies:
         if any((place / name).is_file() for name in FILES):
             return Policies(place)
         raise UserError(f"{place}: neither a run nor a model in it; give a directory such as runs/NAME or of a model")
-    spec = load_spec(place / CONFIG)
+    spec = in_cache(load_spec(place / CONFIG))
     if not any((place / "actor" / name).is_file() for name in FILES):
         found = checkpoints_of(place)
         remedy = f"export one: flexrlhf export {place} -o MODEL" if found else "nothing in it to talk to"

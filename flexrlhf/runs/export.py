@@ -26,6 +26,7 @@ from flexrlhf.data.chat import read_chat_format
 from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
+from flexrlhf.plan.hub_names import in_cache
 from flexrlhf.plan.run_tokenizer import end_tokens, load_tokenizer, saved_template, usage_files
 from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
 from flexrlhf.runs.model_directory import (
@@ -85,7 +86,8 @@ def find_trained_model(run: Path, role: str | None) -> TrainedModel:
     chosen = role or roles[0]
     if chosen not in roles:
         raise UserError(f"--model {chosen}: {checkpoint} has {', '.join(roles)}{nearest(chosen, roles)}")
-    spec, reader, prefix = parse_spec(read_yaml(manifest.spec)), PieceReader(checkpoint, chosen), piece_key(WEIGHTS, "")
+    spec, reader = in_cache(parse_spec(read_yaml(manifest.spec))), PieceReader(checkpoint, chosen)
+    prefix = piece_key(WEIGHTS, "")
     names = sorted(key.removeprefix(prefix) for key in reader.pieces if key.startswith(prefix))
     config = (checkpoint / f"{chosen}.config.json").read_text()
     return _trained_model(spec, chosen, config, names, lambda name: reader.tensor(prefix + name), checkpoint)
@@ -115,7 +117,7 @@ def _saved_model(run: Path, role: str | None) -> TrainedModel:
             f"{run}: no checkpoint in it; models that the run has saved are already directories of transformers "
             f"({', '.join(map(str, whole)) or 'none here'}){adapters}"
         )
-    directory, spec = run / chosen, load_spec(run / CONFIG)
+    directory, spec = run / chosen, in_cache(load_spec(run / CONFIG))
     settings = spec.models.of(chosen)
     if settings is None or settings.lora is None:
         raise UserError(f"{directory}: adapters, and {run / CONFIG} has none for models.{chosen}; restore that file")

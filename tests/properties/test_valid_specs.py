@@ -32,7 +32,6 @@ PRINTED = 5
 FROM_FILES = {
     *(f"ModelSpec.{name}" for name in ("path", "trust_remote_code", "retokenize", "max_text_tokens")),
     "Spec.epochs",
-    "Spec.snapshots",
 }
 """Settings that are read from files, or name a run's files."""
 CHOICE = re.compile(r"\n  rollout\.(engine: auto is|kv_tokens: not written,) .*")

@@ -104,7 +104,6 @@ EXAMPLES: Examples = {
     "DataSpec.path": NOTHING,
     "DataSpec.sources": NOTHING,
     "SourceSpec.weight": (1, 0.3, "1/3", 12),
-    "Spec.snapshots": ({}, {"/cache/0123": "acme/tiny@0123"}),
     **dict.fromkeys([f"{name}.path" for name in ("SourceSpec", "EvalSpec")], TEXTS),
     **dict.fromkeys([f"{name}.columns" for name in READ_BY], ({}, {"prompt": "question", "0": "a.b"})),
     **dict.fromkeys([f"{name}.template" for name in READ_BY], ("{a}", "{question}\n#### {{x}}", " {on}: ~")),

@@ -22,9 +22,10 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.hub import hub_name
 from flexrlhf.errors import UserError
 from flexrlhf.launch.worker import check_commits
-from flexrlhf.plan.hub_names import with_names, with_snapshots
+from flexrlhf.plan.hub_names import in_cache, with_snapshots
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.conversation import find_policies
 
 COMMIT, LATER = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
 OF_HUB = ("models.actor={path: acme/tiny}", "models.ref={path: acme/tiny@v1}", "data.tokenizer=acme/tiny")
@@ -86,21 +87,27 @@ def test_a_plan_has_directories_and_remembers_their_names(own_cache: Path) -> No
     directory = str(put_model(own_cache))
     plan = hub_plan()
     assert plan.model("actor").path == plan.model("ref").path == plan.spec.data.tokenizer == directory
-    assert plan.spec.snapshots == {directory: f"acme/tiny@{COMMIT}"}
-    again = parse_spec(read_yaml(dump_spec(plan.spec)))
-    assert again == plan.spec and make_plan(again).spec == plan.spec
-    named = with_names(plan.spec)
-    assert named.models.actor is not None and named.models.actor.path == f"acme/tiny@{COMMIT}"
-    assert named.snapshots == {} and str(own_cache) not in dump_spec(named)
+    assert plan.spec.hub_names == {directory: f"acme/tiny@{COMMIT}"}
+    assert make_plan(plan.spec).spec == plan.spec
 
 
-def test_a_config_of_another_machine_is_resolved_again(own_cache: Path) -> None:
-    directory = str(put_model(own_cache))
-    text = dump_spec(hub_plan().spec)
-    elsewhere = parse_spec(read_yaml(text.replace(str(own_cache), "/other/cache")))
-    plan = make_plan(elsewhere)
-    assert plan.model("actor").path == directory and plan.spec.snapshots == {directory: f"acme/tiny@{COMMIT}"}
-    assert differing_settings(elsewhere, plan.spec) == ()
+def test_names_are_written_with_their_commit(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever reads them has the same models, also once there is a newer commit, or a folder ``acme``."""
+    directory, plan = put_model(own_cache), hub_plan()
+    text = dump_spec(plan.spec)
+    written = parse_spec(read_yaml(text))
+    assert written.models.actor is not None and written.models.actor.path == f"acme/tiny@{COMMIT}"
+    assert written.data.tokenizer == f"acme/tiny@{COMMIT}" and str(own_cache) not in text
+    put_model(own_cache, commit=LATER, refs=("main", "v1"))
+    (tmp_path / "acme").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert make_plan(written).spec == plan.spec and differing_settings(written, plan.spec) == ()
+    (tmp_path / "run" / "actor").mkdir(parents=True)
+    (tmp_path / "run" / "actor" / "config.json").write_text("{}")
+    (tmp_path / "run" / "config.yaml").write_text(text)
+    assert find_policies(tmp_path / "run").before == directory
+    unknown = parse_spec(read_yaml(text.replace("acme/tiny", "acme/other")))
+    assert in_cache(unknown).data.tokenizer == f"acme/other@{COMMIT}"
 
 
 def test_another_commit_is_another_setting(own_cache: Path) -> None:

@@ -10,7 +10,6 @@ from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
-from flexrlhf.plan.hub_names import with_names
 from flexrlhf.plan.models import without_device_sizes
 from flexrlhf.text import bytes_text
 
@@ -57,6 +56,6 @@ def peak_of(advice: OperatorAdvice) -> int:
 
 def _write(path: Path, head: Sequence[str], spec: Spec) -> None:
     try:
-        path.write_text("\n".join([*head, dump_spec(without_device_sizes(with_names(spec)), short=True)]))
+        path.write_text("\n".join([*head, dump_spec(without_device_sizes(spec), short=True)]))
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
