@@ -45,17 +45,10 @@ class OptimizerSpec(StrictModel):
     warmup_steps: int = Field(0, ge=0, description="optimizer steps in which the learning rate rises linearly from 0")
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_pair)] = Field((0.9, 0.95), description="of adamw and adam")
     eps: float = Field(1e-8, gt=0, description="of adamw and adam")
-    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
     weight_decay: float = Field(0.0, ge=0, description="of adamw: decoupled from the gradient")
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="gradients are scaled down to this global norm; null: not clipped"
     )
-
-    @model_validator(mode="after")
-    def _momentum_is_of_sgd(self) -> Self:
-        if self.momentum and self.name != "sgd":
-            raise ValueError(f"momentum {self.momentum:g} goes with sgd; {self.name} has betas")
-        return self
 
 
 class LoraSpec(StrictModel):

@@ -22,7 +22,7 @@ def make_optimizer(settings: OptimizerSpec, parameters: Sequence[Tensor]) -> Opt
     """Return the optimizer of ``settings`` over ``parameters``; of Adam torch's fused kernel, under every placement."""
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.name == "sgd":
-        return SGD(parameters, lr=rate, momentum=settings.momentum, weight_decay=decay)
+        return SGD(parameters, lr=rate, weight_decay=decay)
     kind = AdamW if settings.name == "adamw" else Adam
     return kind(parameters, lr=rate, betas=settings.betas, eps=settings.eps, weight_decay=decay, fused=True)
 
@@ -53,9 +53,7 @@ def _raised(settings: OptimizerSpec, factor: Callable[[int], float], update: int
 
 def optimizer_moments(settings: OptimizerSpec, optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return the optimizer's tensors of ``parameter`` by name; zeros, as before the first update, where it has none."""
-    state, names = optimizer.state[parameter], ["exp_avg", "exp_avg_sq"]
-    if settings.name == "sgd":
-        names = ["momentum_buffer"] if settings.momentum else []
+    state, names = optimizer.state[parameter], [] if settings.name == "sgd" else ["exp_avg", "exp_avg_sq"]
     for name in names:
         if state.get(name) is None:
             state[name] = torch.zeros_like(parameter)

@@ -126,10 +126,8 @@ def reused_bytes(states: Mapping[ModelName, State | None], absent: Collection[st
 
 
 def num_moments(optimizer: OptimizerSpec) -> int:
-    """Return the float32 moments of each parameter: two of AdamW, a momentum of SGD, or none."""
-    if optimizer.name == "sgd":
-        return 1 if optimizer.momentum else 0
-    return 2
+    """Return the float32 moments of each parameter: two of AdamW and Adam, none of SGD."""
+    return 0 if optimizer.name == "sgd" else 2
 
 
 def item_bytes(model: PlacedModel) -> int:

@@ -165,7 +165,7 @@ SETTINGS: dict[str, Raw] = {
         **_ppo(num_mini_batches=2),
         "models": {
             "actor": {"optimizer": {"schedule": "cosine", "warmup_steps": 2, "final_ratio": 0.25}},
-            "critic": {"optimizer": {"name": "sgd", "momentum": 0.9, "learning_rate": 0.03, "schedule": "linear"}},
+            "critic": {"optimizer": {"name": "sgd", "learning_rate": 0.03, "schedule": "linear"}},
         },
     },
     # adapters start at nothing (B = 0), so only a higher rate moves the policy as far as in the other settings; and the

@@ -222,7 +222,7 @@ def make_optimizer(settings: OptimizerSpec, parameters: list[torch.nn.Parameter]
     decay = settings.weight_decay
     match settings.name:
         case "sgd":
-            return SGD(parameters, momentum=settings.momentum, weight_decay=decay)
+            return SGD(parameters, weight_decay=decay)
         case "adam":
             return Adam(parameters, betas=settings.betas, eps=settings.eps, weight_decay=decay)
         case "adamw":

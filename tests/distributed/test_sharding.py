@@ -43,7 +43,7 @@ def whole(outcome: Outcome, model: PlacedModel) -> dict[str, int]:
         4 * sum(math.prod(size) for _, size in parameters) for parameters in (shape.parameters, shape.trained)
     )
     settings = model.settings.optimizer
-    moments = 2 if settings.name != "sgd" else int(settings.momentum > 0)
+    moments = 0 if settings.name == "sgd" else 2
     # ZeRO keeps float32 master weights in addition to a float32 model's weights
     masters = int(model.engine == "deepspeed" and model.settings.zero > 0)
     return {

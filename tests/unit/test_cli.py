@@ -158,7 +158,6 @@ BAD = [
         ("--set", "models.actor.init.max_position_embeddings=8"),
         ("exceed the 8 positions of models.actor", "max_prompt_tokens"),
     ),
-    ("momentum", ("--set", "models.actor.optimizer.momentum=0.5"), ("models.actor.optimizer", "0.5", "sgd", "adamw")),
     (
         "two values",
         ("--set", "models.actor={init: {model_type: llama}, engine: deepspeed, config: {gradient_clipping: 2}}"),

@@ -358,7 +358,6 @@ def test_planned_defaults_are_those_of_the_configuration() -> None:
     [
         ({}, State(4 * W, 4 * W, 8 * W, 8 * W)),
         ({"optimizer": {"name": "sgd"}}, State(4 * W, 4 * W, 0)),
-        ({"optimizer": {"name": "sgd", "momentum": 0.9}}, State(4 * W, 4 * W, 4 * W, 4 * W)),
         ({"dtype": "bfloat16"}, State(2 * W, 4 * W, 12 * W, 8 * W)),
         ({"dtype": "bfloat16", "zero": 3}, State(2 * W, 2 * W, 4 * W, 4 * W)),
         ({"zero": 2}, State(2 * W, 2 * W, 4 * W, 4 * W)),

@@ -293,7 +293,7 @@ def test_the_optimizer_of_a_model_that_names_none() -> None:
     optimizer = model_of().optimizer
     assert (optimizer.name, optimizer.schedule, optimizer.warmup_steps) == ("adamw", "constant", 0)
     assert (optimizer.learning_rate, optimizer.betas, optimizer.eps) == (1e-6, (0.9, 0.95), 1e-8)
-    assert (optimizer.momentum, optimizer.weight_decay, optimizer.max_grad_norm) == (0, 0, 1)
+    assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0, 1)
 
 
 def test_every_field_of_the_optimizer_is_read() -> None:
@@ -305,7 +305,6 @@ def test_every_field_of_the_optimizer_is_read() -> None:
         "final_ratio": 0.25,
         "betas": [0.5, 0.75],
         "eps": 0.25,
-        "momentum": 0.9,
         "weight_decay": 0.1,
         "max_grad_norm": None,
     }
@@ -315,9 +314,6 @@ def test_every_field_of_the_optimizer_is_read() -> None:
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        (f"{OPTIMIZER}={{momentum: 0.5}}", f"{OPTIMIZER}: momentum 0.5 goes with sgd; adamw has betas"),
-        (f"{OPTIMIZER}={{name: adam, momentum: 0.5}}", f"{OPTIMIZER}: momentum 0.5 goes with sgd; adam has betas"),
-        (f"{OPTIMIZER}.momentum=1", f"{OPTIMIZER}.momentum: must be less than 1, found 1"),
         (
             f"{OPTIMIZER}.name=adamww",
             f"{OPTIMIZER}.name: expected one of 'adamw', 'adam' or 'sgd' (did you mean 'adamw'?), found 'adamww'",
@@ -441,7 +437,7 @@ def test_a_dumped_spec_loads_as_the_same_spec(placement: str, tmp_path: Path) ->
         f"placement={placement}",
         "cluster={nodes: [{count: 2, devices: 2, class: V100}]}",
         "algorithm.truncation={penalty: 0.5}",
-        "models.actor.optimizer={name: sgd, momentum: 0.9, schedule: linear, max_grad_norm: null}",
+        "models.actor.optimizer={name: sgd, schedule: linear, max_grad_norm: null}",
         "models.actor.lora={rank: 4, targets: [q_proj]}",
         "models.actor.config={zero_optimization: {reduce_bucket_size: 1e6}}",
         "models.ref.share=actor",

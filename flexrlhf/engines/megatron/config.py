@@ -97,7 +97,7 @@ def optimizer_config(settings: ModelSpec) -> OptimizerConfig:
         adam_beta1=optimizer.betas[0],
         adam_beta2=optimizer.betas[1],
         adam_eps=optimizer.eps,
-        sgd_momentum=optimizer.momentum,
+        sgd_momentum=0.0,
         clip_grad=0.0,
         bf16=settings.dtype == "bfloat16",
         params_dtype=DTYPES[settings.dtype],
