@@ -26,7 +26,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 
 SAMPLE, ALL = 200, 4000
-SEED = 26
+SEED = 27
 PRINTED = 5
 """Every fifth spec is written with all defaults, and its plan's text is compared."""
 FROM_FILES = {
