@@ -216,6 +216,10 @@ def test_betas_are_two_numbers(value: str) -> None:
         ("sync.bucket_mb=0.0001", "sync.bucket_mb: must be greater than or equal to 0.001"),
         ("timeout_seconds=0.5", "timeout_seconds: must be greater than or equal to 1"),
         ("models.actor.generate_tokens=0", "models.actor.generate_tokens: must be greater than or equal to 1"),
+        # bounds of the fields that a shadow, an operator and an evaluation take from others
+        ("models.actor.shadow.tp=0", "models.actor.shadow.tp: must be greater than or equal to 1"),
+        ("placement={operators: {generate: {ratio: 1, cp: 0}}}", "generate.cp: must be greater than or equal to 1"),
+        ("eval={path: x, template: prompt}", "eval.template: no field such as {question}"),
     ],
 )
 def test_what_the_ranks_could_not_use_is_refused(override: str, key: str) -> None:
