@@ -65,7 +65,8 @@ class PartChanges:
         They are added once for all meshes whose devices have the same other parts.
         """
         crowds, number_fixed, covers = self._crowds()
-        alone = max(float(self._over(crowd, is_shared=False)) for crowd in crowds[:number_fixed])
+        # none if there is no other part
+        alone = max((float(self._over(crowd, is_shared=False)) for crowd in crowds[:number_fixed]), default=-np.inf)
         shared = np.array([self._over(crowd, is_shared=True) for crowd in crowds])
         numbers: dict[bytes, int] = {}
         kind = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in covers], dtype=np.int64)
