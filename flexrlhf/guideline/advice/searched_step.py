@@ -3,7 +3,7 @@ other between any two meshes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
@@ -99,9 +99,9 @@ class SearchedStep:
     def _sync(self, sync: Sync, trained: str, copy: str) -> SearchSync:
         """Return a sync from the task that trains to the part that receives."""
         gathers = self._gathers(sync)
-        key, side = ("sync", sync.destination, sync.overlaps, gathers, self.has_shadows), partial(_sync_side, gathers)
-        seconds = self._times(partial(self._sync_seconds, sync, side), *key)
-        return SearchSync(trained, copy, seconds, sync.every, sync.overlaps, side)
+        key = "sync", sync.destination, sync.overlaps, gathers, self.has_shadows
+        seconds = self._times(partial(self._sync_seconds, sync), *key)
+        return SearchSync(trained, copy, seconds, sync.every, sync.overlaps, partial(_sync_side, gathers))
 
     def _times(self, seconds: LinkSeconds, *key: object) -> LinkTimes:
         """Return the times of a link that searches with other limits, chunks and lags have, too."""
@@ -134,26 +134,13 @@ class SearchedStep:
     ) -> float:
         if must_be_disjoint and relation != "disjoint":
             return FORBIDDEN
-        # many readers read as many bytes of writers with the same layout
-        key = size, source.layout, to.layout, source.shape.kinds, to.shape.kinds, relation, self._has_several_nodes
-        return self.enumerator.memo.cached(
-            key, lambda: self._between(source, to, relation).rows_cost(self.costs, size).seconds
-        )
+        return self._between(source, to, relation).rows_cost(self.costs, size).seconds
 
-    def _sync_seconds(
-        self, sync: Sync, side: Callable[[LinkEnd], Hashable], source: LinkEnd, to: LinkEnd, relation: Relation
-    ) -> float:
+    def _sync_seconds(self, sync: Sync, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
         if relation != ("disjoint" if self.has_shadows else "same"):
             return FORBIDDEN
-        # searches with other limits, chunks and lags ask again
-        return self.enumerator.memo.cached(
-            ("sync", sync.destination, sync.overlaps, side(source), side(to), relation, self._has_several_nodes),
-            lambda: (
-                self._between(source, to, relation)
-                .sync_cost(self.costs, self._weights(self.sketch.placement[sync.destination], to, sync.overlaps))
-                .seconds
-            ),
-        )
+        weights = self._weights(self.sketch.placement[sync.destination], to, sync.overlaps)
+        return self._between(source, to, relation).sync_cost(self.costs, weights).seconds
 
     def _weights(self, follower: PlacedModel, to: LinkEnd, overlaps: bool = False) -> SyncWeights:
         """Return the weights that a sync sends to ``follower``."""
