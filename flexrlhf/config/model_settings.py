@@ -8,11 +8,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from flexrlhf.config.engines import MODEL_ENGINES
 from flexrlhf.config.model_names import find_model
 from flexrlhf.config.strict_model import StrictModel, optional_fields
 from flexrlhf.config.user_paths import UserPath
-from flexrlhf.errors import UserError, either, shown
+from flexrlhf.errors import UserError, shown
 
 
 def _pair(value: Any) -> Any:
@@ -136,7 +135,7 @@ class ModelSpec(StrictModel):
         None,
         description="ref: the actor's base weights, without its adapters, or with the ones that it started from",
     )
-    engine: str = Field("torch", description=either(MODEL_ENGINES))
+    engine: str = Field("torch", description="torch, deepspeed, megatron, or a plug-in")
     zero: Zero = Field(
         0, description="ZeRO stage (Rajbhandari et al. 2020): 1 optimizer, 2 gradients, 3 weights sharded"
     )

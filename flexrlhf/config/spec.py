@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, model_valid
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, check_positive
-from flexrlhf.config.engines import ENGINES, facts_of
+from flexrlhf.config.engines import all_engines, facts_of
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import Dtype, ModelSpec, ModelsSpec
 from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, GuardsSpec, LoggerSpec, SamplesSpec, SaveSpec
@@ -214,7 +214,7 @@ class RolloutSpec(StrictModel):
     @model_validator(mode="after")
     def _settings_of_the_engine(self) -> Self:
         if surplus := self.surplus(self.engine):
-            engines = [name for name, facts in ENGINES.items() if surplus[0] in facts.rollout_settings]
+            engines = [facts.name for facts in all_engines() if surplus[0] in facts.rollout_settings]
             raise ValueError(
                 f"{surplus[0]} goes with engine {' or '.join(engines)}; {self.engine} generates with the settings of "
                 f"models.actor: remove {', '.join(surplus)}"

@@ -1,7 +1,7 @@
 """Contract of an engine, the object that computes one placed model on this rank.
 
-A new engine is a class with the methods of ``Engine``, constructed from an ``EngineContext``; ``config/engines.py``
-describes it and names the class.
+A new engine is a class with the methods of ``Engine``, constructed from an ``EngineContext``; its facts
+(``config/engines.py``) describe it and name the class.
 
 Shapes: n rows of this rank, P prompt positions (left-padded), R response positions (right-padded). Rows may differ from
 one data-parallel rank to the next and be none; the ranks of a replica, of its context-parallel and tensor-parallel
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import torch
@@ -504,6 +503,6 @@ def add_moments(total: Moments, part: Moments) -> None:
 
 def make_engine(context: EngineContext) -> Engine:
     """Construct the engine of a placed model on this rank; all ranks of the model call it."""
-    module, _, name = context.placed.facts.constructor.rpartition(".")
-    engine: Engine = getattr(import_module(module), name)(context)
+    facts = context.placed.facts
+    engine: Engine = facts.part(facts.constructor)(context)
     return engine

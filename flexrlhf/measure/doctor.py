@@ -29,7 +29,7 @@ from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import (
-    CPU_BUILDS,
+    cpu_builds,
     declared_requirements,
     needed_extras,
     needed_libraries,
@@ -213,7 +213,7 @@ def judge_libraries(needed: Sequence[Requirement], installed: Mapping[str, str |
 
 def _as_tested(name: str, found: str, tested: Mapping[str, str]) -> str:
     """Return a library with its version, and whether the tests have passed with it or with another one."""
-    passed = tested.get(name, tested.get(CPU_BUILDS.get(name, name)))
+    passed = tested.get(name, tested.get(cpu_builds().get(name, name)))
     if passed is None:
         return f"{name} {found} (admitted, not tested)"
     same = passed == found.partition("+")[0]
@@ -227,7 +227,7 @@ def _command(needed: Sequence[Requirement], lines: Sequence[str]) -> str:
 
 def _installed(name: str) -> str | None:
     """Return the version of a library, or of its build for CPUs."""
-    for each in (name, CPU_BUILDS.get(name, name)):
+    for each in (name, cpu_builds().get(name, name)):
         try:
             return version(each)
         except PackageNotFoundError:

@@ -6,9 +6,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
-from flexrlhf.config.engines import ENGINES
 from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.placement.layout import Layout
@@ -233,7 +232,9 @@ def _experts(parameters: Parameters) -> Parameters:
     return tuple(item for item in _root_and_layer(parameters)[1] if is_of_experts(item[0]))
 
 
-_PLAIN_SETTINGS = {name: ModelSpec(engine=name) for name in ENGINES}
+@cache
+def _plain_settings(engine: str) -> ModelSpec:
+    return ModelSpec(engine=engine)
 
 
 @lru_cache(maxsize=256)
@@ -263,7 +264,7 @@ def _units_of(engine: str, tp: int, ep: int, is_scalar: bool, parameters: Parame
 def _plain(engine: str, tp: int, ep: int) -> PlacedModel:
     """Return a model of so many tensor-parallel and expert-parallel ranks with the settings that an engine has."""
     layout = Layout(tuple(range(tp * ep)), tp, ep=ep)
-    return PlacedModel(ModelName(""), layout, trained=False, settings=_PLAIN_SETTINGS[engine])
+    return PlacedModel(ModelName(""), layout, trained=False, settings=_plain_settings(engine))
 
 
 def _largest(parameters: Parameters) -> Parameters:

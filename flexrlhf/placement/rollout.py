@@ -6,7 +6,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from flexrlhf.config.engines import VLLM, facts_of
+from flexrlhf.config.engines import facts_of
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.errors import SettingError
@@ -41,8 +41,9 @@ def most_rows_at_once(generate_tokens: int, prompt: int, response: int) -> int:
     vLLM gives a row a page whenever it has filled one. When no page is left, the row that was admitted last is put
     back; later its tokens are computed again in one pass, and it goes on with the same tokens.
     """
-    blocks_of_row = -(-(prompt + response // BEGUN) // VLLM.cache_block)
-    return min(MOST_ROWS, max(1, generate_tokens // VLLM.cache_block // blocks_of_row))
+    block = facts_of("vllm").cache_block
+    blocks_of_row = -(-(prompt + response // BEGUN) // block)
+    return min(MOST_ROWS, max(1, generate_tokens // block // blocks_of_row))
 
 
 def most_step_tokens(generate_tokens: int, prompt: int, response: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.config.engines import OFFLOADING_ENGINE, facts_of
+from flexrlhf.config.engines import facts_of, offloading_engine
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import MAX_DEVICES, RolloutSpec, Spec
@@ -242,10 +242,11 @@ def _with_parameters_on_host(spec: Spec, roles: Iterable[str]) -> Iterator[Reque
 def _with_offloading_engine(spec: Spec, trained: Iterable[str], cluster: Cluster) -> Iterator[RequestChange]:
     """Yield the request with trained models on the engine whose optimizer states, and then parameters too, can be in
     host memory."""
-    others = [role for role, model in _models(spec, trained).items() if model.engine != OFFLOADING_ENGINE]
-    if others and has_known_gpus(spec.cluster, cluster):
-        changes = tuple(SettingChange(f"models.{role}.engine", OFFLOADING_ENGINE) for role in others)
-        change = RequestChange(f"with --engine {OFFLOADING_ENGINE} (models.ROLE.engine)", changes)
+    engine = offloading_engine()
+    others = [role for role, model in _models(spec, trained).items() if model.engine != engine]
+    if engine and others and has_known_gpus(spec.cluster, cluster):
+        changes = tuple(SettingChange(f"models.{role}.engine", engine) for role in others)
+        change = RequestChange(f"with --engine {engine} (models.ROLE.engine)", changes)
         yield change
         for more in _with_parameters_on_host(changed_spec(spec, changes), others):
             yield RequestChange(f"{change.text} and {more.text.removeprefix('with ')}", changes + more.changes)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexrlhf.config.engines import ENGINES, FULL_ENGINES, MODEL_ENGINES, TORCH, EngineFacts
+from flexrlhf.config.engines import TORCH, EngineFacts, all_engines, facts_of, full_engines, is_engine, model_engines
 from flexrlhf.config.model_settings import NO_REPLAY, OF_ROUTERS, ModelSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.errors import SettingError, UserError, either, nearest
 from flexrlhf.operators.columns import EXPERTS
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import PlacedModel, Placement
-from flexrlhf.plan.engine_settings import CONFIG_CHECKS, VLLM_ARGUMENTS
 from flexrlhf.weights.lora import rank_in_vllm
 
 
@@ -34,9 +33,9 @@ def check_operators(graph: Graph, placement: Placement, is_evaluated: bool = Fal
                 raise model.refusal(
                     "engine",
                     f"engine {model.engine} does not support {operator.kind}, which an "
-                    f"evaluation does on this copy; use {either(FULL_ENGINES)}, or remove eval",
+                    f"evaluation does on this copy; use {either(full_engines())}, or remove eval",
                 )
-        if model.engine not in MODEL_ENGINES and model.rollout is None:
+        if not model.facts.trains and model.rollout is None:
             remedy = f"set rollout.engine: {model.engine}, and remove it here" if model.operator else _elsewhere(model)
             raise model.refusal("engine", f"{model.engine} is for rollout.engine alone; {remedy}")
         if model.rollout is not None:
@@ -102,23 +101,24 @@ def _serves(model: PlacedModel, operator: Operator) -> bool:
 
 def _instead(model: PlacedModel, operator: Operator) -> str:
     """Return the remedy for an engine without a kind of calls: one that generates alone, or one that does not."""
-    if model.engine not in MODEL_ENGINES:
+    if not model.facts.trains:
         return _elsewhere(model)
     if model.operator:
-        return f"use {either(FULL_ENGINES)} for {operator.name}"
-    return f"set rollout.engine: vllm, or use {either(FULL_ENGINES)} here"
+        return f"use {either(full_engines())} for {operator.name}"
+    return f"set rollout.engine: vllm, or use {either(full_engines())} here"
 
 
 def _elsewhere(model: PlacedModel) -> str:
     """Return the remedy for an engine that generates alone, which placed operators cannot have."""
-    use = f"use {either(FULL_ENGINES)}"
+    use = f"use {either(full_engines())}"
     return use if model.operator else f"{use} here, and rollout.engine: {model.engine} to generate with it"
 
 
 def check_engine(key: str, name: str) -> None:
     """Raise UserError for an unknown engine. ``key``: its place in the YAML, for the message."""
-    if name not in ENGINES:
-        raise UserError(f"{key}: unknown engine {name!r}{nearest(name, ENGINES)}; known: {', '.join(MODEL_ENGINES)}")
+    if not is_engine(name):
+        names = [facts.name for facts in all_engines()]
+        raise UserError(f"{key}: unknown engine {name!r}{nearest(name, names)}; known: {', '.join(model_engines())}")
 
 
 def check_settings(model: PlacedModel) -> None:
@@ -134,8 +134,8 @@ def check_settings(model: PlacedModel) -> None:
     if model.settings.config:
         lacks = f"engine {model.engine} has no settings of its own; use {{}}"
         _require(model, "config", lambda each: each.config, lacks)
-    if model.engine in CONFIG_CHECKS:
-        CONFIG_CHECKS[model.engine](f"models.{model.role}", model.settings.config)
+    if model.facts.check_config and model.rollout is None:
+        model.facts.part(model.facts.check_config)(f"models.{model.role}", model.settings.config)
     _check_computation(model)
     if model.rollout is not None and model.rollout.process == "child":
         _check_child(model.rollout)
@@ -148,9 +148,9 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
     """
     if is_apart and trained.settings.shadow is not None:
         raise trained.refusal("shadow", "the rollout engine replaces this copy; set rollout instead, and remove this")
-    for name in sorted(VLLM_ARGUMENTS & set(rollout.config)):
-        reason = "quantised weights are not supported" if name == "quantization" else "is set by the run"
-        raise UserError(f"rollout.config.{name}: {reason}; remove it")
+    facts = facts_of(rollout.engine)
+    if facts.check_config:
+        facts.part(facts.check_config)("rollout", rollout.config)
     if rollout.adapters == "separate":
         _check_separate(trained)
     if rollout.process == "child" and not is_apart:
@@ -318,6 +318,6 @@ def _require(
 
 def engines_with(supports: Callable[[EngineFacts], bool]) -> str:
     """Return the engines of ``models`` that support a setting; those that do not generate if no other has it."""
-    names = [name for name in FULL_ENGINES if supports(ENGINES[name])]
-    names = names or [name for name in MODEL_ENGINES if supports(ENGINES[name])]
+    names = [name for name in full_engines() if supports(facts_of(name))]
+    names = names or [name for name in model_engines() if supports(facts_of(name))]
     return f"engine {' or '.join(names)}" if names else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from flexrlhf.config.engines import MODEL_ENGINES
 from flexrlhf.placement.devices import DEVICE_CLASSES, GROUPED_CAPABILITIES
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
@@ -54,7 +53,7 @@ def _experts_one_by_one(plan: Plan) -> Iterator[str]:
     for model in plan.placement.models:
         shape = plan.shapes.get(model.role)
         has_experts = shape is not None and shape.sizes is not None and shape.sizes.experts is not None
-        for name in _classes(plan, model) if has_experts and model.engine in MODEL_ENGINES else ():
+        for name in _classes(plan, model) if has_experts and model.facts.trains else ():
             dtype = model.settings.dtype
             if dtype != "bfloat16" or not DEVICE_CLASSES[name].has_grouped_mm(2):
                 found[name, dtype].append(str(model.name))

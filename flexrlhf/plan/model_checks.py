@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from itertools import cycle, islice
 from typing import Any
 
-from flexrlhf.config.engines import FULL_ENGINES, PEFT, VLLM, EngineFacts, Package
+from flexrlhf.config.engines import PEFT, EngineFacts, Package, full_engines
 from flexrlhf.config.model_names import (
     LATENT,
     LLAMA_LIKE,
@@ -478,7 +478,7 @@ def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device:
             raise model.refusal(
                 "engine",
                 f"{model.engine} runs on GPUs; on CPUs it needs the module {module} of this "
-                f"repository's tests/{model.engine}_on_cpu on PYTHONPATH; use {either(FULL_ENGINES)}",
+                f"repository's tests/{model.engine}_on_cpu on PYTHONPATH; use {either(full_engines())}",
             )
         if model.settings.dtype == "float16" and not model.facts.cpu_float16:
             raise model.refusal(
@@ -516,7 +516,7 @@ def check_run_engines(placement: Placement, shapes: Mapping[str, ModelShape]) ->
     """Raise UserError for a model that its engine does not run, though it is planned."""
     for model in placement.models:
         sizes = shapes[model.role].sizes if model.role in shapes else None
-        if model.rollout is not None and model.engine == VLLM.name and sizes is not None and sizes.latent is not None:
+        if model.rollout is not None and model.engine == "vllm" and sizes is not None and sizes.latent is not None:
             raise SettingError.of(
                 "rollout",
                 "engine",

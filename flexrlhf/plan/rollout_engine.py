@@ -15,7 +15,7 @@ from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.algorithms.base import ImportanceSpec, SampledSpec
-from flexrlhf.config.engines import VLLM, facts_of
+from flexrlhf.config.engines import facts_of
 from flexrlhf.config.model_names import SERVED
 from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
@@ -71,6 +71,7 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
     entries = placement.models if isinstance(placement, PlacementMap) else {}
     has_copies = spec.schedule.lag > 0 or spec.sync.every > 1 or any(ModelName(name).copy for name in entries)
     has_copies |= isinstance(placement, tuple) and len(placement) > len(graph.roles)
+    least = facts_of("vllm").least_temperature
     obstacles = {
         f"vllm serves {either(SERVED)} models": family not in SERVED,
         f"models.{role}.cuda_graphs is for transformers": model is not None and model.cuda_graphs,
@@ -81,13 +82,11 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
         f"models.{role}.shadow is the copy that generates": model is not None and model.shadow is not None,
         f"placement has {role}.{SHADOW}": ModelName.of(role, SHADOW) in entries,
         "an operator of placement.operators generates with an engine of its own": any(
-            spec.operators[each.name].engine not in (None, VLLM.name)
+            spec.operators[each.name].engine not in (None, "vllm")
             for each in graph.operators
             if each.kind == "generate" and each.name in spec.operators
         ),
-        f"vllm samples at a temperature of at least {VLLM.least_temperature}": (
-            getattr(spec.algorithm, "temperature", 1.0) < VLLM.least_temperature
-        ),
+        f"vllm samples at a temperature of at least {least}": getattr(spec.algorithm, "temperature", 1.0) < least,
         "top_p, top_k or min_response_tokens cut the distribution that rollout.parity compares (null: it does not)": (
             compares_cut_logprobs(spec)
         ),

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from flexrlhf.config.code_checks import imported_files, python_file
-from flexrlhf.config.engines import ENGINES, PEFT
+from flexrlhf.config.engines import PEFT, all_engines
 from flexrlhf.config.reward_sources import FunctionSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.reasoning_tasks import is_task
@@ -29,14 +29,8 @@ READ_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".safetensors", "
 BLOCK_BYTES, NUM_BLOCKS = 1 << 20, 64
 """Parts of a larger file that are read: all weights of a model differ after one update."""
 _DIGITS = 12
-_PACKAGES = [facts.package for facts in ENGINES.values() if facts.package is not None]
-CPU_BUILDS = {package.name: package.cpu_build for package in _PACKAGES if package.cpu_build}
-"""Libraries whose build for CPUs has a name of its own."""
-LIBRARIES = (
-    *("flexrlhf", "torch", "transformers", "tokenizers", "safetensors", "peft", "reasoning-gym"),
-    *(package.name for package in _PACKAGES),
-    *CPU_BUILDS.values(),
-)
+LIBRARIES = ("flexrlhf", "torch", "transformers", "tokenizers", "safetensors", "peft", "reasoning-gym")
+"""Libraries whose versions are recorded, next to those of engines."""
 
 
 def input_digests(plans: Sequence[Plan]) -> dict[str, str]:
@@ -136,9 +130,17 @@ def _name(path: str, file: Path) -> str:
     return path if Path(realpath(path)) == file else str(Path(path) / file.name)
 
 
+def cpu_builds() -> dict[str, str]:
+    """Return the libraries whose build for CPUs has a name of its own, and that name."""
+    packages = (facts.package for facts in all_engines())
+    return {package.name: package.cpu_build for package in packages if package is not None and package.cpu_build}
+
+
 def library_versions() -> dict[str, str]:
-    """Return the version of each package of ``LIBRARIES`` that is installed, and of Python."""
-    installed = {name: found for name in LIBRARIES if (found := _version(name)) is not None}
+    """Return the version of each package of ``LIBRARIES`` and of engines that is installed, and of Python."""
+    builds = cpu_builds()
+    names = (*LIBRARIES, *(facts.package.name for facts in all_engines() if facts.package), *builds.values())
+    installed = {name: found for name in names if (found := _version(name)) is not None}
     return {"python": platform.python_version(), **installed}
 
 
@@ -169,7 +171,7 @@ def needed_versions(plans: Sequence[Plan]) -> dict[str, str]:
     names = {"python", "flexrlhf"} | {
         each.name for each in needed_libraries(needed_extras(plans), declared_requirements() or [])
     }
-    names |= {build for name, build in CPU_BUILDS.items() if name in names}
+    names |= {build for name, build in cpu_builds().items() if name in names}
     return {name: found for name, found in library_versions().items() if name in names}
 
 

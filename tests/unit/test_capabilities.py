@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from small_runs import plan_of
 
 import flexrlhf
-from flexrlhf.config.engines import ENGINES, EngineFacts
+from flexrlhf.config.engines import EngineFacts, all_engines, facts_of
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.engines.base import Engine
 from flexrlhf.errors import UserError
@@ -685,12 +685,12 @@ def test_planning_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the table of engines
 
 
-@pytest.mark.parametrize("facts", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("facts", all_engines(), ids=lambda facts: facts.name)
 def test_every_engine_has_a_constructor_with_all_methods(facts: EngineFacts) -> None:
     methods = {method.name for method in _methods(facts.constructor)}
     contract = {
         method.name
-        for method in _methods(f"{Engine.__module__}.{Engine.__name__}")
+        for method in _methods(f"{Engine.__module__}:{Engine.__name__}")
         # others have a default
         if not method.name.startswith("_") and ast.unparse(method.body[-1]) == "..."
     }
@@ -700,7 +700,7 @@ def test_every_engine_has_a_constructor_with_all_methods(facts: EngineFacts) -> 
 
 def _methods(path: str) -> list[ast.FunctionDef]:
     """Return the methods in the source of a class, whose packages need not be installed."""
-    module, _, name = path.rpartition(".")
+    module, _, name = path.partition(":")
     file = Path(flexrlhf.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
     body = ast.parse(file.read_text()).body
     engine = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
@@ -709,10 +709,10 @@ def _methods(path: str) -> list[ast.FunctionDef]:
 
 def test_engines_that_generate_have_settings_of_rollout() -> None:
     fields = RolloutSpec.model_fields
-    generate = {name for name, facts in ENGINES.items() if facts.rollout_settings}
+    generate = {facts.name for facts in all_engines() if facts.rollout_settings}
     assert set(get_args(fields["engine"].annotation)) == {"auto", "transformers"} | generate
-    assert {*ENGINES["vllm"].rollout_settings, *RolloutSpec.OF_ALL} == set(fields)
-    assert all(set(facts.rollout_settings) <= set(fields) for facts in ENGINES.values())
+    assert {*facts_of("vllm").rollout_settings, *RolloutSpec.OF_ALL} == set(fields)
+    assert all(set(facts.rollout_settings) <= set(fields) for facts in all_engines())
 
 
 # --- rollout engines

@@ -13,10 +13,9 @@ import torch
 from small_runs import plan_of
 
 from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
-from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config
+from flexrlhf.engines.deepspeed.config import OWNED, check_config, clips_itself, deepspeed_config
 from flexrlhf.engines.deepspeed.engine import device_of_local_rank
 from flexrlhf.errors import UserError
-from flexrlhf.plan.engine_settings import OWNED, check_deepspeed_config
 
 Raw = dict[str, Any]
 
@@ -139,7 +138,7 @@ def test_what_a_user_sets_is_taken_or_refused(keys: tuple[str, ...]) -> None:
     """Ours wins nowhere silently."""
     config = nested(keys, "theirs")
     try:
-        check_deepspeed_config("models.actor", config)
+        check_config("models.actor", config)
     except UserError as error:
         assert f"models.actor.config.{keys[0]}" in str(error)
     else:
@@ -171,7 +170,7 @@ def test_a_key_that_a_setting_of_ours_sets_is_refused(name: str, owner: str) -> 
 def test_other_names_of_the_same_are_refused_too(name: str, owner: str) -> None:
     """DeepSpeed still reads what a key was called before, and the names of its fields."""
     with pytest.raises(UserError, match=f"^models.actor.config.{name}: conflicts with models.actor.{owner}, "):
-        check_deepspeed_config("models.actor", nested(tuple(name.split(".")), True))
+        check_config("models.actor", nested(tuple(name.split(".")), True))
 
 
 @pytest.mark.parametrize("section", ["bf16", "fp16", "zero_optimization"])
@@ -190,7 +189,7 @@ def test_the_key_that_sets_it_is_one_of_ours(owner: str) -> None:
 
 
 def test_other_settings_pass() -> None:
-    check_deepspeed_config("models.actor", {"zero_optimization": {"stage3_max_live_parameters": 1}, "comms_logger": {}})
+    check_config("models.actor", {"zero_optimization": {"stage3_max_live_parameters": 1}, "comms_logger": {}})
 
 
 def test_ranks_that_share_a_gpu_have_its_number_as_their_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,11 @@ from small_runs import placed_model, plan_of
 
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.config.spec import SyncSpec
-from flexrlhf.engines.deepspeed.config import deepspeed_config
+from flexrlhf.engines.deepspeed.config import ELEMENTS, deepspeed_config
 from flexrlhf.guideline.simulation.calls import TextLayout
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.budget import Compute, Saving, SequenceLengths, Sizing
 from flexrlhf.memory.engine_bytes import (
-    DEEPSPEED_ELEMENTS,
     bytes_per_parameter,
     gathered_bytes,
     model_state,
@@ -323,7 +322,7 @@ def test_states_of_deepspeed_are_what_was_counted(
 ) -> None:
     actor = placed_model("actor", (0, 1), engine="deepspeed", dtype=dtype, zero=stage, offload_optimizer=offload)
     state = model_state(actor, square(), 0)
-    bucket = 4 * DEEPSPEED_ELEMENTS["reduce_bucket_size"] if stage == 3 else 0
+    bucket = 4 * ELEMENTS["reduce_bucket_size"] if stage == 3 else 0
     assert state.resting + state.host - bucket == at_rest * W
     assert state.training + state.host - bucket == training * W
 
@@ -350,7 +349,7 @@ def test_an_offloaded_optimizer_takes_more_in_all(dtype: str, stage: int, at_res
 def test_planned_defaults_are_those_of_the_configuration() -> None:
     """A bucket that our own configuration sets must be planned, too."""
     zero = deepspeed_config(ModelSpec(engine="deepspeed", zero=3), trained=True)["zero_optimization"]
-    assert {name: zero.get(name, size) for name, size in DEEPSPEED_ELEMENTS.items()} == DEEPSPEED_ELEMENTS
+    assert {name: zero.get(name, size) for name, size in ELEMENTS.items()} == ELEMENTS
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from small_runs import HEADS, plan_of
 
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.config.spec import SyncSpec
+from flexrlhf.engines.megatron.memory import ALIGNMENT, megatron_buffer
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing, layers_on_rank
-from flexrlhf.memory.engine_bytes import MEGATRON_ALIGNMENT, megatron_buffer, model_state, new_gradient_bytes
+from flexrlhf.memory.engine_bytes import model_state, new_gradient_bytes
 from flexrlhf.memory.packed_rows import largest_pass
 from flexrlhf.memory.states import trained_units, with_fused_layers
 from flexrlhf.memory.transfer_bytes import copied_bytes, saved_model
@@ -106,7 +107,7 @@ def test_the_distributed_optimizer_splits_its_state_over_replicas(dp: int) -> No
         buffer = megatron_buffer(split, shape_on(split, shape, rank).parameters, rank)
         assert mine.optimizer == 12 * buffer // dp and mine.gradients == 4 * buffer
         # gaps are few: less than one alignment a tensor, and a multiple at the end
-        gaps = len(shape.parameters) * MEGATRON_ALIGNMENT + 128 * dp
+        gaps = len(shape.parameters) * ALIGNMENT + 128 * dp
         assert whole.weights <= mine.weights < whole.weights + 2 * gaps
 
 

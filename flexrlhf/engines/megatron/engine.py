@@ -15,7 +15,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from flexrlhf.config.engines import MEGATRON
 from flexrlhf.engines.base import (
     WEIGHTS,
     Batch,
@@ -33,6 +32,7 @@ from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
 from flexrlhf.engines.megatron.adapters import starting_weights
 from flexrlhf.engines.megatron.config import gradient_config, prepare_process, transformer_config
 from flexrlhf.engines.megatron.experts import expert_blocks
+from flexrlhf.engines.megatron.facts import MEGATRON
 from flexrlhf.engines.megatron.passes import StagePasses
 from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, add_adapters, rows_by_name
 from flexrlhf.engines.megatron.update import StageUpdate

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from flexrlhf.config.model_settings import LoraSpec
+from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import (
@@ -16,6 +18,26 @@ from flexrlhf.placement.rollout import (
 )
 from flexrlhf.weights.lora import rank_in_vllm
 from flexrlhf.weights.shards import COLUMNWISE, ROWWISE
+
+_ARGUMENTS = """
+additional_config async_scheduling block_size data_parallel_size decode_context_parallel_size
+disable_log_stats distributed_executor_backend dtype enable_eplb enable_expert_parallel enable_lora
+enable_prefix_caching enable_sleep_mode enforce_eager expert_placement_strategy fully_sharded_loras
+generation_config hf_overrides kv_cache_memory_bytes load_format logits_processors logprobs_mode
+lora_dtype lora_target_modules max_cpu_loras max_logprobs max_lora_rank max_loras max_model_len model
+model_impl moe_backend nnodes num_gpu_blocks_override pipeline_parallel_size
+prefill_context_parallel_size quantization runner seed skip_tokenizer_init speculative_config
+tensor_parallel_size tokenizer use_tqdm_on_load worker_cls worker_extension_cls
+"""
+ARGUMENTS = frozenset(_ARGUMENTS.split())
+"""Arguments that ``rollout.config`` may not set: they follow from the placement, or must be alike on all ranks."""
+
+
+def check_config(key: str, config: Mapping[str, Any]) -> None:
+    """Raise UserError for an argument that the run sets. ``key``: the section of the YAML, for the message."""
+    for name in sorted(ARGUMENTS & set(config)):
+        reason = "quantised weights are not supported" if name == "quantization" else "is set by the run"
+        raise UserError(f"{key}.config.{name}: {reason}; remove it")
 
 
 def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device: str) -> dict[str, Any]:

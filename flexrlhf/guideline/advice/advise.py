@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from flexrlhf.config.engines import OFFLOADING_ENGINE
+from flexrlhf.config.engines import offloading_engine
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
@@ -316,7 +316,7 @@ def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Iterator[Spec]:
         role: model.model_fields_set | (of_all.model_fields_set if of_all else set()) for role, model in models.items()
     }
     opened: dict[str, dict[str, object]] = {
-        role: {"engine": OFFLOADING_ENGINE} for role in trained if "engine" not in written[role]
+        role: {"engine": offloading_engine()} for role in trained if "engine" not in written[role]
     }
     if not opened or not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
         return

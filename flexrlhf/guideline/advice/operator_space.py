@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from math import inf
 from typing import Any
 
-from flexrlhf.config.engines import FULL_ENGINES, facts_of
+from flexrlhf.config.engines import facts_of, full_engines
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import OperatorPlacement, PlacementMap
 from flexrlhf.config.spec import Spec
@@ -212,7 +212,7 @@ class OperatorSpace(Space):
         assert settings is not None, f"{operator.role} is resolved"
         serves = operator.kind in facts_of(settings.engine).kinds
         is_of_rollout = self.sketch.is_of_rollout(part)
-        engine = settings.engine if serves or is_of_rollout else FULL_ENGINES[0]
+        engine = settings.engine if serves or is_of_rollout else full_engines()[0]
         generates = operator.kind == "generate" and not is_of_rollout
         yield self._variant(engine, None, generates)
         follows = operator.kind != "train" and operator.role in self.roles.trained

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from flexrlhf.config.engines import VLLM
+from flexrlhf.config.engines import facts_of
 from flexrlhf.config.model_names import SERVED, Config, find_model, is_model_directory
 from flexrlhf.config.placement_settings import NodeSpec
 from flexrlhf.config.spec import Spec
@@ -106,10 +106,10 @@ class AdviceRequest:
     def _usual_rollout(self, spec: Spec) -> str:
         """Return the engine that generates where none is written: vLLM if a device and the model allow it."""
         classes = _classes(spec)
-        can = not classes or any(each.capability >= VLLM.least_capability for each in classes)
+        can = not classes or any(each.capability >= facts_of("vllm").least_capability for each in classes)
         actor = spec.models.of("actor")
         config = self._source("actor")[1] if actor is None else read_config("actor", actor)
-        return VLLM.name if can and config["model_type"] in SERVED else "transformers"
+        return "vllm" if can and config["model_type"] in SERVED else "transformers"
 
     def _model(self, role: str, trained: bool, spec: Spec) -> dict[str, Any]:
         """Return the settings of ``role``, for the devices of ``spec``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flexrlhf.config.engines import ENGINES, FULL_ENGINES, facts_of
+from flexrlhf.config.engines import facts_of, full_engines, is_engine
 from flexrlhf.config.model_names import KNOWN_FAMILIES
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
@@ -59,17 +59,17 @@ def check_searched_models(
         settings = spec.models.of(role)
         assert settings is not None, f"{role} is resolved"
         check_engine(f"models.{role}.engine", settings.engine)
-        if "train" not in facts_of(settings.engine).kinds:
+        if not facts_of(settings.engine).trains:
             raise UserError(
-                f"models.{role}.engine: {settings.engine} only generates; use {either(FULL_ENGINES)} here, and "
+                f"models.{role}.engine: {settings.engine} only generates; use {either(full_engines())} here, and "
                 f"rollout.engine: {settings.engine} to generate with it"
             )
-        engines = [ENGINES[name] for name in (settings.engine, settings.of_shadow.engine) if name in ENGINES]
-        serves = {kind for engine in engines for kind in engine.kinds}
+        engines = [name for name in (settings.engine, settings.of_shadow.engine) if is_engine(name)]
+        serves = {kind for name in engines for kind in facts_of(name).kinds}
         if role == generated and not spec.rollout.has_copy and "generate" not in serves:
             raise UserError(
                 f"models.{role}.engine: {settings.engine} does not support generate; set rollout.engine: vllm, or use "
-                f"{either(FULL_ENGINES)} here"
+                f"{either(full_engines())} here"
             )
         if role not in shapes or shapes[role].sizes is None:
             raise UserError(

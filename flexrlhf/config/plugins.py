@@ -1,0 +1,132 @@
+"""Plug-ins: parts of a run or of the command line that packages add by entry points, found by group and name.
+
+Parts of this package that not every run needs are found alike. They are in a table as well: it is read without the
+metadata of all installed packages, which takes tens of milliseconds, and from a checkout that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from flexrlhf.config.code_checks import NamedErrors
+from flexrlhf.errors import UserError, nearest
+
+OURS = "flexrlhf"
+"""Name of this package, and prefix of the groups of entry points."""
+SHIPPED: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "engines": {
+            "torch": "flexrlhf.config.engines:TORCH",
+            "deepspeed": "flexrlhf.engines.deepspeed.facts:DEEPSPEED",
+            "megatron": "flexrlhf.engines.megatron.facts:MEGATRON",
+            "vllm": "flexrlhf.engines.vllm.facts:VLLM",
+        },
+    }
+)
+"""Plug-ins of this package, by group and name: ``module:attribute``. ``pyproject.toml`` has the same."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plug-in.
+
+    group:      what it is: a group of ``SHIPPED``
+    name:       as users write it
+    reference:  ``module:attribute``
+    package:    that has it
+    version:    of the package
+    """
+
+    group: str
+    name: str
+    reference: str
+    package: str = OURS
+    version: str = ""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this package has it."""
+        return self.package == OURS
+
+    @property
+    def title(self) -> str:
+        """Group and name for messages, such as ``engine torch``."""
+        return f"{self.group.removesuffix('s')} {self.name}"
+
+    def load(self) -> Any:
+        """Load the object. Raises UserError for one that is missing, or whose module raises."""
+        module, _, attribute = self.reference.partition(":")
+        if self.is_ours:
+            return getattr(self._own_module(module), attribute)
+        with NamedErrors(f"{self.title}: the package {self.package} {self.version} cannot be used, since it"):
+            return getattr(import_module(module), attribute)
+
+    def _own_module(self, name: str) -> Any:
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            # a library that is missing is for the plug-in to say
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise UserError(
+                f"{self.title} needs the part {error.name} of this package, which is not installed; "
+                f"pip install --force-reinstall {OURS}"
+            ) from None
+
+
+def plugins(group: str) -> Mapping[str, Plugin]:
+    """Return all plug-ins of a group by name, this package's first.
+
+    Raises UserError for a name that several packages have.
+    """
+    found = {name: Plugin(group, name, reference) for name, reference in SHIPPED[group].items()}
+    for each in _of_others(group):
+        if (other := found.get(each.name)) is not None:
+            raise UserError(f"{each.title}: of {other.package} and of {each.package}; uninstall one of them")
+        found[each.name] = each
+    return MappingProxyType(found)
+
+
+@cache
+def _of_others(group: str) -> tuple[Plugin, ...]:
+    from importlib.metadata import entry_points
+
+    return tuple(
+        Plugin(group, each.name, each.value, each.dist.name, each.dist.version)
+        for each in entry_points(group=f"{OURS}.{group}")
+        if each.dist is not None and each.dist.name != OURS
+    )
+
+
+def plugins_of_others() -> tuple[Plugin, ...]:
+    """Return the plug-ins that other packages have, by group."""
+    return tuple(each for group in SHIPPED for each in _of_others(group))
+
+
+def find_plugin(group: str, name: str) -> Plugin | None:
+    """Return the plug-in of that name, if there is one. Raises UserError as ``plugins``."""
+    if name in SHIPPED[group]:
+        return Plugin(group, name, SHIPPED[group][name])
+    return plugins(group).get(name)
+
+
+@cache
+def load_plugin(group: str, name: str) -> Any:
+    """Load a plug-in, once in a process. Raises UserError as ``Plugin.load``, and for an unknown name."""
+    found = find_plugin(group, name)
+    if found is None:
+        known = tuple(plugins(group))
+        raise UserError(
+            f"unknown {group.removesuffix('s')} {name!r}{nearest(name, known)}; known: {', '.join(known) or 'none'}"
+        )
+    return found.load()
+
+
+def plugin_versions(used: Iterable[Plugin]) -> dict[str, str]:
+    """Return package and version of the plug-ins of others among ``used``, by what they are."""
+    return {each.title: f"{each.package} {each.version}" for each in used if not each.is_ours}

@@ -1,0 +1,52 @@
+"""Bytes of a placed model's state and updates on Megatron-Core."""
+
+from __future__ import annotations
+
+import math
+
+from flexrlhf.memory.engine_bytes import EngineBytes
+from flexrlhf.memory.states import State, Units, count_kinds, item_bytes, num_moments, with_fused_layers
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.shapes import ModelShape, Parameters
+from flexrlhf.weights.shards import elements_on_rank
+
+ALIGNMENT, BUFFER_MULTIPLE = 64, 128
+"""Elements at whose multiples Megatron-Core 0.16.1 lets a parameter and a buffer of its distributed optimizer begin."""
+
+
+class MegatronBytes(EngineBytes):
+    """Bytes of a placed model on Megatron-Core: gradients are summed in one float32 buffer, which exists at loading and
+    while it trains.
+    """
+
+    def trained_state(self, model: PlacedModel, shape: ModelShape, rank: int) -> State:
+        """Return the state. The distributed optimizer (zero 1) lays parameters out in buffers with gaps, of which each
+        replica updates a part.
+        """
+        per, is_split = self.per_parameter(model), model.settings.zero == 1
+        elements = elements_on_rank(model, shape.with_gradients, rank)
+        frozen = elements_on_rank(model, shape.parameters, rank) - elements
+        buffer = megatron_buffer(model, shape.trained, rank) if is_split else elements
+        updated = buffer // model.layout.of_weights.dp if is_split else elements
+        return State(
+            weights=per.weights * buffer + item_bytes(model) * frozen,
+            gradients=per.gradients * buffer,
+            optimizer=per.optimizer * updated,
+            moments=4 * num_moments(model.settings.optimizer) * updated,
+            at_load=per.gradients * buffer,
+        )
+
+    def update(self, model: PlacedModel, trained: Units) -> int:
+        # buffers are reduced where they are; the norm of all gradients takes a number of each tensor
+        part = -(-trained.total // model.layout.of_weights.dp) if model.settings.zero else trained.total
+        return 4 * max(part, trained.largest)
+
+
+def megatron_buffer(model: PlacedModel, trained: Parameters, rank: int) -> int:
+    """Return the elements of a buffer of Megatron's distributed optimizer, which replicas share equally."""
+    starts = sum(
+        count * -(-elements_on_rank(model, (kind,), rank) // ALIGNMENT) * ALIGNMENT
+        for kind, count in count_kinds(with_fused_layers(trained)).items()
+    )
+    multiple = math.lcm(model.layout.of_weights.dp, BUFFER_MULTIPLE)
+    return -(-starts // multiple) * multiple
