@@ -23,7 +23,7 @@ from flexrlhf.cli import app
 from flexrlhf.config.model_names import MODELS
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, WarmUp
-from flexrlhf.config.setting_list import setting_sections, yaml_text
+from flexrlhf.config.setting_list import SettingRow, setting_sections, yaml_text
 from flexrlhf.config.strict_model import plain_text
 from flexrlhf.metrics import METRICS, ROW_ENTRIES
 from flexrlhf.placement.devices import DEVICE_CLASSES
@@ -183,6 +183,7 @@ REFERENCE_HEAD = """\
 
 Every key of the YAML with its default and meaning, every command with its options, every metric. A key without a
 default is required; `null` switches a setting off, or has the stated meaning. Unknown keys are refused.
+Settings that a section shares with another are listed in front of its table, with their own defaults and values.
 `--set KEY=VALUE` changes any of them on the command line, as in `--set models.actor.zero=3`.
 Algorithms, placements and the other subjects are explained in [the other pages](README.md)."""
 
@@ -200,25 +201,40 @@ def _cell(text: str) -> str:
 
 def _settings() -> Iterator[str]:
     yield "## Settings"
-    described = dict[tuple[str, str], str]()
-    for section in setting_sections():
-        same = [row for row in section.rows if row.default == "null" and (row.name, row.meaning) in described]
+    sections = list(setting_sections())
+    # rows of other files are explained where those of the data are
+    ordered = sorted(sections, key=lambda section: section.prefix != "data")
+    first = {(row.name, row.meaning): (each, row) for each in reversed(ordered) for row in reversed(each.rows)}
+    for section in sections:
         yield f"### {section.title}"
         if section.text:
             yield section.text
-        if same:
-            names = ", ".join(f"`{row.name}`" for row in same)
-            title = described[same[0].name, same[0].meaning]
-            yield f"{names}: as in [`{title}`](#{title.replace('.', '').lower()}); `null` by default."
-        rows = [
-            (f"`{row.name}`", row.values, f"`{row.default}`" if row.default else "", row.meaning)
-            for row in section.rows
-            if row not in same
-        ]
+        shared: dict[str, list[str]] = {}
+        rows = []
+        for row in section.rows:
+            origin, told = first[row.name, row.meaning]
+            if origin is section:
+                default = f"`{row.default}`" if row.default else ""
+                rows.append((f"`{row.name}`", row.values, default, row.meaning))
+            else:
+                shared.setdefault(origin.title, []).append(_shared(row, told))
+        if shared:
+            yield f"As in {'; '.join(f'{_link(title)}: ' + ', '.join(names) for title, names in shared.items())}."
         if rows:
             yield _table(("key", "value", "default", "meaning"), rows)
-        if section.prefix in ("models.ROLE", "data"):
-            described |= {(row.name, row.meaning): section.prefix for row in section.rows}
+
+
+def _link(title: str) -> str:
+    anchor = re.sub(r"[^a-z0-9 _-]", "", title.lower()).replace(" ", "-")
+    return f"[{title}](#{anchor})"
+
+
+def _shared(row: SettingRow, told: SettingRow) -> str:
+    """Return a setting that an earlier section has, with its default and values where these are its own."""
+    is_required = "" if row.default else " (required)"
+    default = f": {row.default}" if row.default != told.default and row.default else ""
+    values = f" ({row.values})" if row.values != told.values else ""
+    return f"`{row.name}{default}`{values}{is_required}"
 
 
 PRESETS_HEAD = """\

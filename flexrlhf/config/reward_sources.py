@@ -20,12 +20,12 @@ class _WeightedSource(StrictModel):
     """Settings of every source. The score of a response is the weighted sum over the sources."""
 
     weight: float = Field(1.0, description="factor of this source's scores in the sum")
+    level: Level = "answer"
 
 
 class _LevelledSource(_WeightedSource):
     """Settings of sources that score responses, their tokens, or their steps."""
 
-    level: Level = "answer"
     separator: str | None = Field(
         None, min_length=1, description="text that ends a step; null: a function or service returns where steps end"
     )
@@ -115,7 +115,7 @@ class ServiceSource(_LevelledSource, _CalledSource):
 class RuleSource(_CalledSource):
     """Rule that ships with flexrlhf, of whole responses: right is 1, wrong 0."""
 
-    level: Literal["answer"] = Field("answer", description="a rule has one score a response")
+    level: Literal["answer"] = "answer"
     rule: Literal["exact_answer", "gsm8k", "math", "reasoning-gym", "format", "length"] = Field(
         description="exact_answer: the response is the solution; gsm8k: the number behind #### is that of the "
         "solution; math: its answer, in LaTeX or plain, has the value of the solution (math-verify); "

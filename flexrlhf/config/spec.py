@@ -359,7 +359,7 @@ class Spec(StrictModel):
                 f"schedule.num_chunks {chunks} on {devices} devices are more than a plan takes: use at most {most}"
             )
         algorithm, segments = self.algorithm, self.num_segments
-        rows = algorithm.num_prompts * getattr(algorithm, "samples_per_prompt", 1)
+        rows = algorithm.num_prompts * algorithm.samples_per_prompt
         if rows * segments > MAX_ROWS:
             several = f" in {segments} segments each" if segments > 1 else ""
             raise ValueError(
@@ -374,7 +374,7 @@ class Spec(StrictModel):
         of_segments = "max_segments" if rollout.max_segments is not None else "segment_tokens"
         factors = {
             "algorithm.prompts_per_step": algorithm.prompts_per_step,
-            "algorithm.samples_per_prompt": getattr(algorithm, "samples_per_prompt", 1),
+            "algorithm.samples_per_prompt": algorithm.samples_per_prompt,
             "algorithm.rollouts_per_step": getattr(algorithm, "rollouts_per_step", 1),
             "algorithm.dynamic_sampling.rounds": algorithm.attempts,
             f"rollout.{of_segments}": self.num_segments,

@@ -64,7 +64,7 @@ def _there(cell: Cell, spec: Spec) -> Any:
     """Return the peer's value; a number that follows from others, for this spec."""
     algorithm, value = spec.algorithm, cell.value
     if isinstance(value, MiniBatchesOf):
-        return value.number(algorithm.prompts_per_step, int(getattr(algorithm, "samples_per_prompt", 1)))
+        return value.number(algorithm.prompts_per_step, algorithm.samples_per_prompt)
     if isinstance(value, WarmUp):
         return value.number(spec.steps, algorithm.num_mini_batches * algorithm.epochs)
     return list(value) if isinstance(value, tuple) else value

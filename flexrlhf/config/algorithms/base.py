@@ -41,6 +41,7 @@ class AlgorithmSpec(StrictModel):
         default_factory=dict, description="of a graph or loop of one's own, for its functions to read"
     )
     prompts_per_step: int = Field(32, ge=1, description="prompts of one training step, over all replicas")
+    samples_per_prompt: int = Field(1, ge=1, description="responses to each prompt")
     num_mini_batches: int = Field(1, ge=1, description="optimizer steps per epoch of one step")
     epochs: int = Field(1, ge=1, description="passes over the rows of one step")
 
@@ -154,7 +155,6 @@ class ImportanceSpec(StrictModel):
 class SampledSpec(AlgorithmSpec):
     """Settings of algorithms that generate: how responses are sampled, and the correction for another policy's."""
 
-    samples_per_prompt: int = Field(1, ge=1, description="responses to each prompt")
     temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it, too")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the most likely tokens of this total probability")
     top_k: int = Field(0, ge=0, description="sample from this many most likely tokens; 0: from all")

@@ -36,11 +36,11 @@ class DynamicSamplingSpec(StrictModel):
 
 
 class GroupSpec(PolicySpec):
-    """Settings of algorithms that compare the responses to one prompt, without a critic."""
+    """Settings of algorithms that compare the responses to one prompt, its group, without a critic."""
 
     COMPARES_GROUPS = True
 
-    samples_per_prompt: int = Field(8, ge=1, description="responses to each prompt: the size of a group")
+    samples_per_prompt: int = Field(8, ge=1)
     baseline: Literal["mean", "others"] = Field(
         "mean", description="mean score of the group, or of its other responses"
     )

@@ -25,7 +25,7 @@ class SftSpec(AlgorithmSpec):
     """Supervised fine-tuning: the negative log-likelihood of the responses."""
 
     name: Literal["sft"] = "sft"
-    samples_per_prompt: Literal[1] = Field(1, description="responses to each prompt, of the data")
+    samples_per_prompt: Literal[1] = 1
     loss_aggregation: LossAggregation = Field("token-mean", description="from the losses of tokens to that of a batch")
 
     def step_graph(self) -> Graph:
@@ -48,7 +48,7 @@ class RewardSpec(AlgorithmSpec):
     """Reward model on preference pairs (Ouyang et al. 2022, eq. 1). A pair is one prompt with two samples."""
 
     name: Literal["reward"] = "reward"
-    samples_per_prompt: Literal[2] = Field(2, description="responses to each prompt: the chosen and the rejected one")
+    samples_per_prompt: Literal[2] = 2
 
     def step_graph(self) -> Graph:
         inputs = (*TEXT, "response_mask")
@@ -67,8 +67,13 @@ class RewardSpec(AlgorithmSpec):
 class PreferenceSpec(AlgorithmSpec):
     """Settings of algorithms that train a policy on preference pairs. A pair is one prompt with two samples."""
 
-    samples_per_prompt: Literal[2] = Field(2, description="responses to each prompt: the chosen and the rejected one")
-    beta: float = Field(0.1, gt=0, description="factor of the implicit rewards")
+    samples_per_prompt: Literal[2] = 2
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description="factor of the implicit rewards; simpo: of the mean log-probs; orpo: of the odds-ratio loss, "
+        "lambda of the paper",
+    )
 
 
 class DpoSpec(PreferenceSpec):
@@ -82,7 +87,6 @@ class DpoSpec(PreferenceSpec):
     """
 
     name: Literal["dpo"] = "dpo"
-    beta: float = Field(0.1, gt=0, description="strength of the implicit KL penalty")
     loss: Literal["sigmoid", "robust", "ipo"] = Field("sigmoid", description="function of the log-ratios' difference")
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="share of pairs whose labels are wrong; sigmoid and robust only"
@@ -118,7 +122,7 @@ class SimpoSpec(PreferenceSpec):
     """
 
     name: Literal["simpo"] = "simpo"
-    beta: float = Field(2.0, gt=0, description="factor of the mean log-probs")
+    beta: float = Field(2.0, gt=0)
     gamma: float = Field(1.0, ge=0, description="margin by which the chosen response is to be better")
 
     def step_graph(self) -> Graph:
@@ -133,7 +137,6 @@ class OrpoSpec(PreferenceSpec):
     """
 
     name: Literal["orpo"] = "orpo"
-    beta: float = Field(0.1, gt=0, description="lambda of the paper: factor of the odds-ratio loss")
 
     def step_graph(self) -> Graph:
         return _without_reference(self, "orpo_loss")
