@@ -24,7 +24,7 @@ from benchmarks.gpu.results import Found, LeftOut, Row, printed_rows
 from flexrlhf.engines.attention import PassAttention, attend
 from flexrlhf.engines.language_head import token_logprobs
 from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.launch.start import why_no_gpu
+from flexrlhf.launch.devices import why_no_gpu
 from flexrlhf.placement.hosts import NVIDIA_DRIVER, has_nvidia_driver
 
 

@@ -124,13 +124,13 @@ def run(
     if idle := check_srun(launcher, hosts, plans[0].cluster, os.environ):
         print_error(idle)
     with starting_factory(not under_ray, is_copied=True) as factory:
-        from flexrlhf.launch.job import prepare_job
+        from flexrlhf.launch.preparation import prepare_job
 
         if preflight:
             _preflight(plans, hosts, is_quickstart=is_quickstart, resume=resume, factory=factory)
         with _said_to_others(hosts), working("checking models and data"):
             keeps = is_quickstart and not fresh
-            job = prepare_job(plans, hosts, is_quickstart, resume, under_ray, keeps, accept_changes)
+            job = prepare_job(plans, hosts, is_quickstart, resume, launcher, keeps, accept_changes)
         if hosts.is_first:
             _print_plans(plans, job.plans, is_resumed=resume is not None)
         trained = list(job.plans)
@@ -160,7 +160,7 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
     from flexrlhf.launch.lifetime import quiet_torch
 
     quiet_torch()
-    from flexrlhf.launch.job import checked_job
+    from flexrlhf.launch.preparation import checked_job
     from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at, find_job
     from flexrlhf.runs.resume import resumed
 

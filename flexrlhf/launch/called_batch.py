@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from operator import index
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 
 from flexrlhf.errors import UserError, one_line
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.calls import CalledStep
 
-if TYPE_CHECKING:
-    from flexrlhf.launch.session import Session
+
+class BatchSource(Protocol):
+    """Session whose ranks have the values of batches."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def column(self, batch: CalledBatch, name: str) -> Tensor: ...
+
+    def statistics(self, batch: CalledBatch, number: int) -> dict[str, float]: ...
 
 
 class CalledBatch:
@@ -25,7 +34,7 @@ class CalledBatch:
     parts:    mini-batches that it has.
     """
 
-    def __init__(self, session: Session, step: int, called: CalledStep, parts: range) -> None:
+    def __init__(self, session: BatchSource, step: int, called: CalledStep, parts: range) -> None:
         self.session, self.step, self.called, self.parts = session, step, called, parts
 
     @property
@@ -76,7 +85,7 @@ class CalledBatch:
 class Metrics(Mapping[str, float]):
     """Metrics of a training call, read from the ranks when first used, before the step ends."""
 
-    def __init__(self, session: Session, batch: CalledBatch, number: int) -> None:
+    def __init__(self, session: BatchSource, batch: CalledBatch, number: int) -> None:
         self._session, self._batch, self._number = session, batch, number
 
     @cached_property

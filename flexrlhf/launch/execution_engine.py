@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec_file import load_spec, program_settings
-from flexrlhf.launch.job import prepare_job
 from flexrlhf.launch.lifetime import quiet_torch
+from flexrlhf.launch.preparation import prepare_job
 from flexrlhf.launch.rank_factory import lasting_factory
 from flexrlhf.placement.hosts import Hosts, check_single_planner, under_torchrun
 from flexrlhf.plan.suggestions import check_fits

@@ -1,30 +1,36 @@
-"""A job: the runs of one command, in order on the same ranks. Loading this imports no torch, so that a wrong config is
-reported at once."""
+"""A job: the runs of one command, in order on the same ranks."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
-from flexrlhf.errors import Interrupted, Preempted, UserError
+from flexrlhf.errors import Interrupted, Preempted
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.terms import Terms, terms_of
-from flexrlhf.loggers.base import check_loggers
-from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, planned_gpu, under_torchrun, with_device
-from flexrlhf.plan.input_checks import check_runs
-from flexrlhf.plan.model_checks import check_device
+from flexrlhf.placement.hosts import Hosts, with_device
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.runs.free_space import check_free_space
-from flexrlhf.runs.resume import Resumption, RunOrder, is_finished, keep_runs, resume_runs, resumed
+from flexrlhf.runs.resume import Resumption, RunOrder
 from flexrlhf.runs.run_directory import prepare_directory, read_status, write_status
 
 Watch = Callable[[Path], AbstractContextManager[object]]
+
+
+class Launcher(Protocol):
+    """Way to start the ranks of a job. What a rank does is the same under all of them."""
+
+    def device(self, plan: Plan, hosts: Hosts) -> str:
+        """Return ``cpu`` or ``cuda`` for all ranks of a job with ``plan``. Raises UserError if they cannot start."""
+
+    def __call__(self, job: Job, max_restarts: int, factory: RankFactory | None) -> bool:
+        """Start the ranks and wait for their end; arguments and errors are those of ``Job.start``.
+
+        Returns whether a request has made the ranks save and end before all is done.
+        """
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Job:
     runs:      the runs that are not finished, in order, and how each begins
     hosts:     nodes of the job
     device:    ``cpu`` or ``cuda``, for all ranks
-    launcher:  of the ranks
+    launcher:  of the ranks; None without runs
     watch:     context that is open while the ranks of this machine run; its argument is the file whose existence makes
                them save and end
     """
@@ -42,7 +48,7 @@ class Job:
     runs: tuple[Resumption, ...]
     hosts: Hosts
     device: str
-    launcher: str
+    launcher: Launcher | None
     watch: Watch = nullcontext
 
     @property
@@ -73,9 +79,8 @@ class Job:
         """
         if not self.runs:
             return
-        from flexrlhf.launch.launchers import LAUNCHERS
-
-        if LAUNCHERS[self.launcher](self, max_restarts, factory):
+        assert self.launcher is not None, "a job with runs has a launcher"
+        if self.launcher(self, max_restarts, factory):
             raise Preempted(stopped_sentence(self.plans))
 
     @contextmanager
@@ -111,95 +116,6 @@ def stopped_sentence(plans: Sequence[Plan]) -> str:
             saved = f"{plan.spec.name} has stopped after {status.next_step} of {status.steps} steps"
             return f"{saved}; the same command with --resume goes on" if status.next_step else saved
     return "the job has stopped before its end, on a request; the same command with --resume goes on"
-
-
-def prepare_job(
-    plans: Sequence[Plan],
-    hosts: Hosts,
-    is_quickstart: bool = False,
-    resume: str | None = None,
-    under_ray: bool = False,
-    keeps: bool = False,
-    accepts: bool = False,
-) -> Job:
-    """Check devices, packages, models, data and free space of all runs. Nothing of a run is written yet.
-
-    is_quickstart:  write the quick start's corpus first
-    resume:         ``auto``: go on with interrupted runs and skip finished ones; or a run's or a checkpoint's directory
-    under_ray:      whether the ranks start in a Ray cluster
-    keeps:          without ``resume``: leave out runs whose results are there already, except for the last one; not
-                    under torchrun, where each machine would decide by its own directory
-    accepts:        whether a resumed run may have other types, models and code than before
-
-    Raises UserError.
-    """
-    keeps = keeps and not under_torchrun()
-    if hosts.nnodes > 1 and not hosts.is_first_node and (keeps or resume is not None):
-        found = [] if resume is not None and all(map(is_finished, plans)) else _ordered_runs(plans, hosts)
-    else:
-        found = keep_runs(tuple(plans)) if keeps and resume is None else resume_runs(tuple(plans), resume, accepts)
-    runs = [run for run in found if not run.finished]
-    for note in (note for run in runs for note in run.notes):
-        print(note, file=sys.stderr)
-    return checked_job(runs, hosts, is_quickstart, under_ray) if runs else Job((), hosts, "cpu", "local")
-
-
-def _ordered_runs(plans: Sequence[Plan], hosts: Hosts) -> list[Resumption]:
-    """Return how each run begins by the orders of node 0, which alone need have the checkpoints.
-
-    Raises UserError if its command has another run, RunStopped if it does not come.
-    """
-    from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at, find_job
-
-    by_name = {plan.spec.name: plan for plan in plans}
-    orders = find_job(endpoint_at(hosts.rdzv_endpoint), JOIN_SECONDS).offer.orders
-    for order in orders:
-        if order.spec.name not in by_name:
-            known = ", ".join(by_name)
-            raise UserError(f"node 0 has a run {order.spec.name}, this machine {known}; start the same command on both")
-    return [resumed(by_name[order.spec.name], order) for order in orders]
-
-
-def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = False, under_ray: bool = False) -> Job:
-    """Return the job of ``runs`` once this machine can do its part. Raises UserError."""
-    from flexrlhf.launch.lifetime import quiet_torch
-
-    quiet_torch()
-    plans = [run.plan for run in runs]
-    is_rank = under_torchrun()
-    device = _device_in_ray(plans[0]) if under_ray else _device_of_this_node(plans[0], hosts)
-    for plan in plans:
-        check_device(plan.placement, plan.shapes, device)
-    if hosts.is_first or not is_rank:
-        if is_quickstart:
-            from flexrlhf.data.quickstart import prepare_corpus
-
-            prepare_corpus()
-        check_runs(plans)
-    if hosts.is_first:
-        check_free_space(runs)
-        for plan in plans:
-            check_loggers(plan.spec)
-    return Job(tuple(runs), hosts, device, "ray" if under_ray else "torchrun" if is_rank else "local")
-
-
-def _device_of_this_node(plan: Plan, hosts: Hosts) -> str:
-    """Return the device of the ranks of a job, by the devices of this machine."""
-    from flexrlhf.launch.start import choose_device
-
-    is_rank, planned = under_torchrun(), plan.placement.num_ranks
-    num_local = num_torchrun_ranks(planned) if is_rank else hosts.num_local_ranks(plan.cluster)
-    ranks = (int(os.environ["RANK"]),) if is_rank else hosts.local_ranks(plan.cluster)
-    return choose_device(plan.spec.cluster.device, num_local, planned_gpu(plan.cluster, ranks))
-
-
-def _device_in_ray(plan: Plan) -> str:
-    """Return the device of the ranks of a job, by the devices of the Ray cluster."""
-    from flexrlhf.launch.ray_cluster import ray_device, require_ray
-
-    require_ray()
-    ranks = range(plan.placement.num_ranks)
-    return ray_device(plan.spec.cluster.device, len(ranks), planned_gpu(plan.cluster, ranks))
 
 
 def _make_directories(runs: Sequence[Resumption]) -> tuple[IO[str], ...]:

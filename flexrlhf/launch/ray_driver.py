@@ -18,13 +18,14 @@ from flexrlhf.errors import Interrupted, RankFailure, UserError
 from flexrlhf.launch.failures import FailureReporter
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.launch.ray_cluster import Bundle, connected, reserved
+from flexrlhf.launch.ray_cluster import Bundle, connected, ray_device, require_ray, reserved
 from flexrlhf.launch.ray_node import NodeEnd, NodeReport, RayNode
 from flexrlhf.launch.rendezvous import LOOPBACK
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.start import STOPPED, end_between_attempts
 from flexrlhf.launch.terms import JOB_TERMS, Terms
-from flexrlhf.placement.hosts import endpoint_text
+from flexrlhf.placement.hosts import Hosts, endpoint_text, planned_gpu
+from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS
 from flexrlhf.signals import Ending, StopSignal, end_by_another, handled
 from flexrlhf.text import ranks_text
@@ -87,19 +88,27 @@ class PlannedNode:
         return f"node {self.number} (host {self.host})"
 
 
-def start_in_ray(job: Job, max_restarts: int, factory: RankFactory | None) -> bool:
-    """Run all ranks in the Ray cluster, again from the newest checkpoint after a failure, ``max_restarts`` times.
+class RayLauncher:
+    """Start of all ranks in a Ray cluster, again from the newest checkpoint after a failure.
 
     Devices are reserved anew for each attempt, since a node may be lost with the ranks.
     """
-    signals = _Signals()
-    with connected(), handled(signals.handle):
-        try:
-            return _run(job, max_restarts, signals)
-        except StopSignal as stop:
-            raise end_between_attempts(stop, signals.failure) if signals.failure else stop from None
-        except KeyboardInterrupt:
-            raise Interrupted(STOPPED) from None
+
+    def device(self, plan: Plan, hosts: Hosts) -> str:
+        """Return the device of the ranks, by the devices of the Ray cluster."""
+        require_ray()
+        ranks = range(plan.placement.num_ranks)
+        return ray_device(plan.spec.cluster.device, len(ranks), planned_gpu(plan.cluster, ranks))
+
+    def __call__(self, job: Job, max_restarts: int, factory: RankFactory | None) -> bool:
+        signals = _Signals()
+        with connected(), handled(signals.handle):
+            try:
+                return _run(job, max_restarts, signals)
+            except StopSignal as stop:
+                raise end_between_attempts(stop, signals.failure) if signals.failure else stop from None
+            except KeyboardInterrupt:
+                raise Interrupted(STOPPED) from None
 
 
 def _run(job: Job, max_restarts: int, signals: _Signals) -> bool:

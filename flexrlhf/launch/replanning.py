@@ -18,7 +18,8 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import Preempted, UserError
 from flexrlhf.guideline.advice.replan import Replan, format_replan, places_text, replan, returns
 from flexrlhf.guideline.simulation.measured_run import measured_run
-from flexrlhf.launch.job import Job, checked_job
+from flexrlhf.launch.job import Job
+from flexrlhf.launch.preparation import checked_job
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan

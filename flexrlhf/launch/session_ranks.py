@@ -18,7 +18,7 @@ def main(orders: str, outcome: str) -> int:
 
     try:
         with starting_factory(is_copied=True) as factory:
-            from flexrlhf.launch.job import checked_job
+            from flexrlhf.launch.preparation import checked_job
             from flexrlhf.placement.hosts import Hosts
             from flexrlhf.plan.pipeline import make_plan
             from flexrlhf.runs.resume import ORDERS, resumed

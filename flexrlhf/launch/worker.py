@@ -15,8 +15,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,7 @@ from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.display.events import Doing, EventFile, Note, RunBegins, RunEnds, Send, discard
 from flexrlhf.display.plain_lines import print_plainly
 from flexrlhf.errors import RunStopped, UserError, one_line
-from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.failures import ErrorReport
-from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.placement.protocols import PURE
 from flexrlhf.plan.data_report import data_line, data_warnings, unread_line
@@ -61,7 +59,7 @@ from flexrlhf.trainer.trainer import Trainer
 def work(
     orders: Sequence[RunOrder],
     stop_file: Path | None = None,
-    begin: Job | None = None,
+    begin: Callable[[World], AbstractContextManager[bool]] | None = None,
     shares: bool = True,
     events_file: Path | None = None,
     launched: float | None = None,
@@ -71,8 +69,9 @@ def work(
     Returns whether all have finished; else a request has stopped them.
 
     stop_file:    exists once the launcher has received a signal to save and end; None: signals come to this process.
-    begin:        of a job without a launcher of ours: its ranks agree by themselves before anything is written.
-    shares:       whether this machine mounts the directories of rank 0's; without ``begin``, which finds it out.
+    begin:        makes the ranks agree before anything is written, in a job without a launcher of ours; yields
+                  ``shares``.
+    shares:       whether this machine mounts the directories of rank 0's; without ``begin``.
     events_file:  that the launcher displays; None: rank 0 prints plain lines.
     launched:     when the launcher began to start this rank, in seconds since the epoch; None: now.
     """
@@ -91,7 +90,7 @@ def work(
     ):
         stops = StopRequests(world.store, stop_file)
         if begin is not None:
-            shares = stack.enter_context(_agreed(begin, world))
+            shares = stack.enter_context(begin(world))
             orders = _orders_of_first(orders, world, timeout_seconds)
         files = stack.enter_context(open_run_files(world, orders, shares, timeout_seconds))
         send: Send = discard
@@ -120,26 +119,6 @@ def device_queues(orders: Sequence[RunOrder], rank: int) -> int:
     models = (model for plan in make_plans([each.spec for each in orders]) for model in plan.placement.on_rank(rank))
     needs_one = any(model.facts.one_queue and model.layout.tp > 1 for model in models)
     return 1 if needs_one else many_queues(rank)
-
-
-@contextmanager
-def _agreed(job: Job, world: World) -> Iterator[bool]:
-    """Make the directories of the runs once all machines agree, and yield whether this one mounts rank 0's.
-
-    One rank of each machine compares.
-    """
-    store, seconds = dist.PrefixStore("agreement", world.store), job.plans[0].spec.timeout_seconds
-    first, compares = world.first_here, world.rank == world.first_here
-    member = Member(world.rank, world.size, world.host, "rank")
-    shares = agree(store, member, job.plans, job.terms if compares else None, seconds)
-    if compares:
-        store.set(f"shares/{first}", str(int(shares)))
-    else:
-        world.wait_for(store, {f"shares/{first}": f"rank {first}"}, "the directories of the runs", seconds)
-        shares = bool(int(store.get(f"shares/{first}")))
-    with job.directories(world.rank == 0 or (compares and not shares)):
-        world.meet("the directories of the runs", seconds)
-        yield shares
 
 
 def _orders_of_first(orders: Sequence[RunOrder], world: World, seconds: float) -> Sequence[RunOrder]:

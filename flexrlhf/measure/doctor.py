@@ -18,13 +18,14 @@ from packaging.version import InvalidVersion, Version
 
 from flexrlhf.errors import RankFailure, RunStopped, UserError
 from flexrlhf.launch import start as launch
+from flexrlhf.launch.job import Job
+from flexrlhf.launch.local import LocalLauncher
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.rendezvous import NodeRendezvous
 from flexrlhf.launch.shared_directories import probed_directories
-from flexrlhf.launch.terms import terms_of
 from flexrlhf.measure.facts import HOST_FACTS, JOB_FACTS, UNLIMITED, Check, HostFacts, JobFacts, united
 from flexrlhf.measure.job_checks import check_disk, judge
-from flexrlhf.placement.hosts import Hosts, planned_gpu, under_torchrun
+from flexrlhf.placement.hosts import Hosts, under_torchrun
 from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
@@ -127,7 +128,7 @@ def host_facts(runs: Sequence[Resumption], hosts: Hosts) -> HostFacts:
         node=hosts.node_rank,
         host=socket.gethostname(),
         ranks=hosts.local_ranks(plans[0].cluster),
-        terms=terms_of(plans, device, hosts.nnodes),
+        terms=Job(tuple(runs), hosts, device, None).terms(),
         libraries=check_libraries(plans),
         input_problem=_input_problem(plans, device),
         device=device,
@@ -166,10 +167,9 @@ def _open_files() -> int:
 def _device(plan: Plan, hosts: Hosts) -> tuple[str, int, str]:
     """Return the device of the ranks of this machine, its number of CUDA devices, and why it cannot be that of the
     cluster."""
-    count, ranks = torch.cuda.device_count(), hosts.local_ranks(plan.cluster)
+    count = torch.cuda.device_count()
     try:
-        planned = planned_gpu(plan.cluster, ranks)
-        return launch.choose_device(plan.spec.cluster.device, len(ranks), planned), count, ""
+        return LocalLauncher().device(plan, hosts), count, ""
     except UserError as error:
         return "cpu", count, str(error)
 

@@ -22,6 +22,7 @@ from flexrlhf.guideline.costs.measurements import (
     write_measurements,
 )
 from flexrlhf.launch import start as launch
+from flexrlhf.launch.devices import choose_device
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
 from flexrlhf.measure.environment_calls import measure_environments
 from flexrlhf.measure.profiled_models import length_sample, profiled_models, profiling_spec
@@ -68,7 +69,7 @@ def _measured(
 ) -> Measurements:
     ranks = len(plans[0].cluster.ranks_on_node(0))
     cluster = plans[0].cluster
-    device = launch.choose_device(plans[0].spec.cluster.device, ranks, planned_gpu(cluster, range(ranks)))
+    device = choose_device(plans[0].spec.cluster.device, ranks, planned_gpu(cluster, range(ranks)))
     measured_plans = [make_plan(profiling_spec(plan, command_plans, ranks, device)) for plan in plans]
     for plan in measured_plans:
         check_packages(plan.placement)

@@ -14,7 +14,7 @@ import torch
 
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.errors import RankFailure, UserError
-from flexrlhf.launch.job import prepare_job
+from flexrlhf.launch.preparation import prepare_job
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.placement.hosts import Hosts, under_torchrun
 from flexrlhf.plan.pipeline import make_plan

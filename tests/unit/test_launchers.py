@@ -19,10 +19,10 @@ from flexrlhf.comm.world import cuda_backend, open_world
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch import node_watch, rendezvous
 from flexrlhf.launch.agent import rank_variables
+from flexrlhf.launch.devices import choose_device, why_no_gpu
 from flexrlhf.launch.failures import Failure
 from flexrlhf.launch.node_watch import NodeWatch
 from flexrlhf.launch.rendezvous import NodeRendezvous, endpoint_at
-from flexrlhf.launch.start import choose_device, why_no_gpu
 from flexrlhf.launch.worker import device_queues
 from flexrlhf.placement.hosts import Hosts, check_restarts, planned_gpu, rank_notice
 from flexrlhf.runs.resume import RunOrder
@@ -113,7 +113,7 @@ def test_ranks_that_are_planned_on_gpus_do_not_run_on_cpus(
     found: int, hidden: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
-    monkeypatch.setattr("flexrlhf.launch.start.why_no_gpu", lambda: "")
+    monkeypatch.setattr("flexrlhf.launch.devices.why_no_gpu", lambda: "")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)

@@ -23,7 +23,8 @@ TORCH = ("comm", "engines", "launch", "measure", "objectives", "runs", "trainer"
 ARRAYS = ("guideline/advice", "guideline/search", "report")
 """Folders whose modules may load numpy."""
 PURE = (
-    *("runs/run_directory", "runs/resume", "launch/job", "launch/execution_engine"),
+    *("runs/run_directory", "runs/resume", "launch/job", "launch/launchers"),
+    *("launch/preparation", "launch/execution_engine"),
     *("report/side_by_side", "report/run_contents"),
 )
 """Modules of folders above that load neither: commands begin with them."""

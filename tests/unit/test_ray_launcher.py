@@ -23,7 +23,7 @@ from flexrlhf.launch.ray_cluster import (
     resources_text,
     total_of,
 )
-from flexrlhf.launch.ray_driver import PlannedNode, end_of_job, passed_on, reason
+from flexrlhf.launch.ray_driver import PlannedNode, RayLauncher, end_of_job, passed_on, reason
 from flexrlhf.launch.ray_node import NodeEnd, RayNode
 from flexrlhf.placement.cluster import make_cluster
 from flexrlhf.placement.hosts import Hosts, hosts_of
@@ -197,6 +197,6 @@ def test_the_end_of_a_job_is_that_of_the_node_that_explains_the_others(
     ends: tuple[NodeEnd, ...], kind: str, sentence: str
 ) -> None:
     cluster = "cluster={nodes: [{count: 2, devices: 1}], device: cpu}"
-    job = Job((Resumption(plan_of([1, 1, 0.5, 0.5], 2, cluster)),), Hosts(), "cpu", "ray")
+    job = Job((Resumption(plan_of([1, 1, 0.5, 0.5], 2, cluster)),), Hosts(), "cpu", RayLauncher())
     found = end_of_job(list(zip(NODES, ends, strict=True)), job)
     assert (found.kind, found.sentence) == (kind, sentence)

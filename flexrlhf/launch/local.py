@@ -1,0 +1,30 @@
+"""Launcher of the ranks of this node."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from flexrlhf.launch.devices import choose_device
+from flexrlhf.launch.job import Job
+from flexrlhf.launch.rank_factory import RankFactory
+from flexrlhf.launch.rendezvous import JobOffer, NodeRendezvous
+from flexrlhf.launch.start import launch
+from flexrlhf.placement.hosts import Hosts, planned_gpu
+from flexrlhf.plan.plan import Plan
+
+
+class LocalLauncher:
+    """Start of the ranks of this node by torch's elastic agent, with several nodes once all agree."""
+
+    def device(self, plan: Plan, hosts: Hosts) -> str:
+        """Return the device of the ranks, by the devices of this machine."""
+        ranks = hosts.local_ranks(plan.cluster)
+        return choose_device(plan.spec.cluster.device, len(ranks), planned_gpu(plan.cluster, ranks))
+
+    def __call__(self, job: Job, max_restarts: int, factory: RankFactory | None) -> bool:
+        rendezvous, shares = NodeRendezvous(job.hosts), True
+        if job.hosts.nnodes > 1:
+            offer = JobOffer(tuple(job.orders), job.hosts.nnodes, max_restarts)
+            shares = rendezvous.agree(offer, job.plans, partial(job.terms, max_restarts))
+        with job.directories(job.hosts.is_first_node or not shares):
+            return launch(job.orders, job.plans[0], job.hosts, max_restarts, rendezvous, shares, factory, job.watch)

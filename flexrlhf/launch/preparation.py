@@ -1,0 +1,87 @@
+"""Checks of a job before its ranks start. Loading this imports no torch, so that a wrong config is reported at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from flexrlhf.errors import UserError
+from flexrlhf.launch.job import Job
+from flexrlhf.launch.launchers import find_launcher
+from flexrlhf.loggers.base import check_loggers
+from flexrlhf.placement.hosts import Hosts, under_torchrun
+from flexrlhf.plan.input_checks import check_runs
+from flexrlhf.plan.model_checks import check_device
+from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.free_space import check_free_space
+from flexrlhf.runs.resume import Resumption, is_finished, keep_runs, resume_runs, resumed
+
+
+def prepare_job(
+    plans: Sequence[Plan],
+    hosts: Hosts,
+    is_quickstart: bool = False,
+    resume: str | None = None,
+    launcher: str = "auto",
+    keeps: bool = False,
+    accepts: bool = False,
+) -> Job:
+    """Check devices, packages, models, data and free space of all runs. Nothing of a run is written yet.
+
+    is_quickstart:  write the quick start's corpus first
+    resume:         ``auto``: go on with interrupted runs and skip finished ones; or a run's or a checkpoint's directory
+    launcher:       name of the launcher of the ranks
+    keeps:          without ``resume``: leave out runs whose results are there already, except for the last one; not
+                    under torchrun, where each machine would decide by its own directory
+    accepts:        whether a resumed run may have other types, models and code than before
+
+    Raises UserError.
+    """
+    keeps = keeps and not under_torchrun()
+    if hosts.nnodes > 1 and not hosts.is_first_node and (keeps or resume is not None):
+        found = [] if resume is not None and all(map(is_finished, plans)) else _ordered_runs(plans, hosts)
+    else:
+        found = keep_runs(tuple(plans)) if keeps and resume is None else resume_runs(tuple(plans), resume, accepts)
+    runs = [run for run in found if not run.finished]
+    for note in (note for run in runs for note in run.notes):
+        print(note, file=sys.stderr)
+    return checked_job(runs, hosts, is_quickstart, launcher) if runs else Job((), hosts, "cpu", None)
+
+
+def _ordered_runs(plans: Sequence[Plan], hosts: Hosts) -> list[Resumption]:
+    """Return how each run begins by the orders of node 0, which alone need have the checkpoints.
+
+    Raises UserError if its command has another run, RunStopped if it does not come.
+    """
+    from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at, find_job
+
+    by_name = {plan.spec.name: plan for plan in plans}
+    orders = find_job(endpoint_at(hosts.rdzv_endpoint), JOIN_SECONDS).offer.orders
+    for order in orders:
+        if order.spec.name not in by_name:
+            known = ", ".join(by_name)
+            raise UserError(f"node 0 has a run {order.spec.name}, this machine {known}; start the same command on both")
+    return [resumed(by_name[order.spec.name], order) for order in orders]
+
+
+def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = False, launcher: str = "auto") -> Job:
+    """Return the job of ``runs`` once this machine can do its part. Raises UserError."""
+    from flexrlhf.launch.lifetime import quiet_torch
+
+    quiet_torch()
+    plans = [run.plan for run in runs]
+    found = find_launcher(launcher)
+    device = found.device(plans[0], hosts)
+    for plan in plans:
+        check_device(plan.placement, plan.shapes, device)
+    if hosts.is_first or not under_torchrun():
+        if is_quickstart:
+            from flexrlhf.data.quickstart import prepare_corpus
+
+            prepare_corpus()
+        check_runs(plans)
+    if hosts.is_first:
+        check_free_space(runs)
+        for plan in plans:
+            check_loggers(plan.spec)
+    return Job(tuple(runs), hosts, device, found)

@@ -1,0 +1,51 @@
+"""Launcher of a rank that torchrun or another system has started, a process for each device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch.distributed as dist
+
+from flexrlhf.comm.world import World
+from flexrlhf.launch.agreement import Member, agree
+from flexrlhf.launch.devices import choose_device
+from flexrlhf.launch.job import Job
+from flexrlhf.launch.rank_factory import RankFactory
+from flexrlhf.launch.worker import work
+from flexrlhf.placement.hosts import Hosts, num_torchrun_ranks, planned_gpu
+from flexrlhf.plan.plan import Plan
+
+
+class TorchrunLauncher:
+    """Rank of a job, which this process is."""
+
+    def device(self, plan: Plan, hosts: Hosts) -> str:
+        """Return the device of the ranks, by the devices of this machine."""
+        num_local, ranks = num_torchrun_ranks(plan.placement.num_ranks), (int(os.environ["RANK"]),)
+        return choose_device(plan.spec.cluster.device, num_local, planned_gpu(plan.cluster, ranks))
+
+    def __call__(self, job: Job, max_restarts: int, factory: RankFactory | None) -> bool:
+        return not work(job.orders, begin=partial(_agreed, job))
+
+
+@contextmanager
+def _agreed(job: Job, world: World) -> Iterator[bool]:
+    """Make the directories of the runs once all machines agree, and yield whether this one mounts rank 0's.
+
+    One rank of each machine compares.
+    """
+    store, seconds = dist.PrefixStore("agreement", world.store), job.plans[0].spec.timeout_seconds
+    first, compares = world.first_here, world.rank == world.first_here
+    member = Member(world.rank, world.size, world.host, "rank")
+    shares = agree(store, member, job.plans, job.terms if compares else None, seconds)
+    if compares:
+        store.set(f"shares/{first}", str(int(shares)))
+    else:
+        world.wait_for(store, {f"shares/{first}": f"rank {first}"}, "the directories of the runs", seconds)
+        shares = bool(int(store.get(f"shares/{first}")))
+    with job.directories(world.rank == 0 or (compares and not shares)):
+        world.meet("the directories of the runs", seconds)
+        yield shares
