@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 
 REWARD = """
 def length(prompts, responses, **_):
@@ -65,7 +65,9 @@ def differences() -> list[float]:
     """Return the largest relative difference of the metrics of both runs, by step."""
     found = []
     for one, other in zip(rows("plain"), rows("replanned"), strict=True):
-        values = [(one[name], other[name]) for name in one if name not in TIMES and isinstance(one[name], float)]
+        values = [
+            (one[name], other[name]) for name in one if name not in METRICS.times and isinstance(one[name], float)
+        ]
         found.append(max(abs(a - b) / max(abs(a), 1e-3) for a, b in values))
     return found
 

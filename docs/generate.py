@@ -25,7 +25,7 @@ from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, WarmUp
 from flexrlhf.config.setting_list import SettingRow, setting_sections, yaml_text
 from flexrlhf.config.strict_model import plain_text
-from flexrlhf.metrics import METRICS, ROW_ENTRIES
+from flexrlhf.metrics import METRICS
 from flexrlhf.placement.devices import DEVICE_CLASSES
 
 ROOT = Path(__file__).parents[1]
@@ -174,7 +174,7 @@ def reference() -> str:
 
 def _metrics() -> dict[str, str]:
     """Return the entries of a row of metrics and their definitions."""
-    return {**ROW_ENTRIES, **{metric.name: metric.definition for metric in METRICS}}
+    return dict(METRICS.definitions)
 
 
 REFERENCE_HEAD = """\

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
+from functools import cached_property
+from typing import Literal, Self
 
 Triple = tuple[float, float, float]
 """Weight, weighted sum and weighted sum of squares."""
@@ -40,27 +42,129 @@ class Metric:
     is_problem: bool = False
     less_is_better: bool = False
 
+    def is_better(self, value: float, than: float | None) -> bool:
+        """Whether a value is better than ``than``, the best before; NaN never is."""
+        if math.isnan(value):
+            return False
+        return than is None or (value < than if self.less_is_better else value > than)
+
+
+class DefinedMetrics(tuple[Metric, ...]):
+    """All metrics with a definition, in the order of a row."""
+
+    @cached_property
+    def times(self) -> tuple[str, ...]:
+        """Entries of a row of metrics that no number of the run depends on, and that differ each time it runs."""
+        measured = (metric.name for metric in self if metric.name.startswith(("time_", "reply_seconds_")))
+        return ("seconds", "samples_per_second", "tokens_per_second", "rollout_restarts", *measured)
+
+    @cached_property
+    def definitions(self) -> Mapping[str, str]:
+        """Definitions of all entries of a row of metrics that a user's functions do not report, by name."""
+        return {
+            "step": "number of the step, from 0; what is printed counts those that are done, from 1",
+            "seconds": "time since the row before was written, or since the models were loaded",
+            "rollout_engine": "engine that sampled the responses: torch, deepspeed, vllm",
+            **{metric.name: metric.definition for metric in self},
+        }
+
+    @cached_property
+    def _statistics(self) -> frozenset[str]:
+        return frozenset(metric.statistic for metric in self)
+
+    @cached_property
+    def _maxima(self) -> frozenset[str]:
+        return frozenset(metric.statistic for metric in self if metric.kind == "max")
+
+    def named(self, name: str) -> Metric:
+        """Return the metric of a name."""
+        return next(metric for metric in self if metric.name == name)
+
+    def statistic_name(self, operator: str, name: str) -> str:
+        """Return the statistic's name in metrics: with the operator's in front where several operators report it, and
+        of a user's function, whose statistics have no definition."""
+        full = f"{operator}/{name}"
+        return name if full not in self._statistics and name in self._statistics else full
+
+    def add(self, total: dict[str, Triple], part: Mapping[str, Triple]) -> None:
+        """Add the moments of ``part`` to those of ``total``; of a maximum the larger ones remain."""
+        for name, (weight, first, second) in part.items():
+            before = total.get(name, (0.0, 0.0, 0.0))
+            if name in self._maxima and weight and before[0]:
+                total[name] = max(before, (weight, first, second), key=lambda moments: moments[1] / moments[0])
+                continue
+            total[name] = (before[0] + weight, before[1] + first, before[2] + second)
+
+    def evaluate(self, statistics: Mapping[str, Triple]) -> dict[str, float]:
+        """Return the metrics of a step by name; those without rows are left out.
+
+        A statistic without definition, of a user's function, is its mean.
+        """
+        row = {}
+        for metric in self:
+            weight, first, second = statistics.get(metric.statistic, (0.0, 0.0, 0.0))
+            of_all = statistics.get(metric.over, (1.0, 1.0, 1.0))
+            if weight and of_all[1] and (first or metric.kind != "share"):
+                row[metric.name] = _value(metric.kind, weight, first, second) / (of_all[1] / of_all[0])
+        own = {name: value for name, value in statistics.items() if name not in self._statistics and value[0]}
+        return row | {name: first / weight for name, (weight, first, _) in sorted(own.items())}
+
+
+def _value(kind: str, weight: float, first: float, second: float) -> float:
+    mean = first / weight
+    match kind:
+        case "std":
+            return math.sqrt(max(second / weight - mean * mean, 0.0))
+        case "sum":
+            return first
+        case "effective_share":
+            return first * first / (weight * second) if second else 0.0
+    return mean
+
+
+class Outcome(StrEnum):
+    """Outcome of a row that is taken from the data: it is trained on, or left out for one reason.
+
+    A member has the reason's definition. Filtered: left out by the algorithm's choice among responses; not counted:
+    for any other reason.
+
+    code:  number in the column ``outcome``; 0: to be trained on
+    kind:  "filtered", "not counted" or empty
+    """
+
+    code: int
+    kind: Literal["", "filtered", "not counted"]
+    definition: str
+
+    TRAINED = "trained", "", "rows of the step that are trained on"
+    ALIKE = "alike", "filtered", "in groups whose scores are all the same, with dynamic_sampling"
+    NOT_BEST = "not_best", "filtered", "not the best response of their group (raft)"
+    SURPLUS = "surplus", "not counted", "in groups beyond a mini-batch's share, with dynamic_sampling"
+    INVALID_SCORE = "invalid_score", "not counted", "the score is NaN or infinite"
+    TRUNCATED = "truncated", "not counted", "truncated, with truncation: mask or mask-loss"
+    REJECTED = "rejected", "not counted", "importance leaves out all of their tokens, by reject or max_staleness"
+    NO_TOKENS = "no_tokens", "not counted", "no token of theirs is to be trained on, by the data or a user's function"
+    SKIPPED = "skipped", "not counted", "no optimizer step was made on them, since its gradient was not finite"
+    FROZEN = "frozen", "not counted", "the first trained role is not trained yet (freeze_actor_steps)"
+    FAILED_EPISODE = "failed_episode", "not counted", "the environment failed"
+    LEFT_OUT = "left_out", "not counted", "a program with a session did not train on them"
+
+    def __new__(cls, value: str, kind: Literal["", "filtered", "not counted"] = "", definition: str = "") -> Self:
+        member = str.__new__(cls, value)
+        member._value_, member.code = value, len(cls.__members__)
+        member.kind, member.definition = kind, definition
+        return member
+
+    @property
+    def metric(self) -> Metric:
+        """Metric that counts the rows of this outcome."""
+        name = f"rows_{self}"
+        return Metric(name, name, f"rows {self.kind}: {self.definition}" if self.kind else self.definition, "sum")
+
 
 SKIPPED = (
     "share of optimizer steps left out: float16 overflowed, or with guards.non_finite: skip any that is not finite"
 )
-
-FILTERED = {
-    "alike": "in groups whose scores are all the same, with dynamic_sampling",
-    "not_best": "not the best response of their group (raft)",
-}
-NOT_COUNTED = {
-    "surplus": "in groups beyond a mini-batch's share, with dynamic_sampling",
-    "invalid_score": "the score is NaN or infinite",
-    "truncated": "truncated, with truncation: mask or mask-loss",
-    "rejected": "importance leaves out all of their tokens, by reject or max_staleness",
-    "no_tokens": "no token of theirs is to be trained on, by the data or a user's function",
-    "skipped": "no optimizer step was made on them, since its gradient was not finite",
-    "frozen": "the first trained role is not trained yet (freeze_actor_steps)",
-    "failed_episode": "the environment failed",
-    "left_out": "a program with a session did not train on them",
-}
-"""Reasons for which rows are left out, and their definitions."""
 
 FAILED_IN_A_ROW = "failed_in_a_row"
 """Statistic of an environment's failures, which the next step goes on with."""
@@ -87,7 +191,7 @@ MOST_STALE = 16
 """Staleness from which on the histogram of a step's tokens has one share."""
 SHARE_OF_TIME = "share of the time of all ranks since the row before, in"
 
-METRICS = (
+_DEFINED = (
     Metric("reward_mean", "reward", "score before any shaping, mean over responses", progress=True),
     Metric("reward_std", "reward", "standard deviation of the score over the responses of the step", "std"),
     Metric("score_mean", "shaped_score", "score after the truncation rules, before normalisation, mean over responses"),
@@ -111,7 +215,9 @@ METRICS = (
         progress=True,
     ),
     Metric(
-        "kl_token", "kl_token", "logprob - ref_logprob of the policy that sampled the response, mean over tokens (nats)"
+        "kl_token",
+        "kl_token",
+        "logprob - ref_logprob of the policy that sampled the response, mean over tokens (nats)",
     ),
     Metric(
         "kl_response_mean",
@@ -127,7 +233,9 @@ METRICS = (
     ),
     Metric("truncated", "truncated", "share of responses that were truncated at the largest length"),
     Metric(
-        "reward_clipped", "reward_clipped", "share of scores, after the truncation rule, beyond algorithm.reward_clip"
+        "reward_clipped",
+        "reward_clipped",
+        "share of scores, after the truncation rule, beyond algorithm.reward_clip",
     ),
     Metric("greedy_score", "greedy_score", "score of the greedy responses, which is the baseline"),
     Metric("group_alike", "group_alike", "share of responses in groups whose scores are all the same"),
@@ -165,9 +273,7 @@ METRICS = (
     Metric("reply_seconds_max", "reply_seconds_longest", "time of the longest reply of the step"),
     Metric("tool_calls", "tool_calls", "calls of tools in an episode"),
     Metric("tool_calls_failed", "failed_tool_calls", "share of calls that failed", over="tool_calls"),
-    Metric("rows_trained", "rows_trained", "rows of the step that are trained on", "sum"),
-    *(Metric(f"rows_{name}", f"rows_{name}", f"rows filtered: {text}", "sum") for name, text in FILTERED.items()),
-    *(Metric(f"rows_{name}", f"rows_{name}", f"rows not counted: {text}", "sum") for name, text in NOT_COUNTED.items()),
+    *(outcome.metric for outcome in Outcome),
     Metric("rows_in_flight", "rows_in_flight", "rows generated and not due for training yet, after the step", "sum"),
     Metric("response_steps", "response_steps", "steps per response that counts, with supervision: process"),
     Metric("cost_mean", "cost", "cost, mean over responses", progress=True),
@@ -197,10 +303,14 @@ METRICS = (
     ),
     Metric("value_clipped", "value_clipped", "share of tokens where the clipped value sets the loss"),
     Metric(
-        "actor_grad_norm", "train_actor/grad_norm", "global gradient norm before clipping, mean over optimizer steps"
+        "actor_grad_norm",
+        "train_actor/grad_norm",
+        "global gradient norm before clipping, mean over optimizer steps",
     ),
     Metric(
-        "critic_grad_norm", "train_critic/grad_norm", "global gradient norm before clipping, mean over optimizer steps"
+        "critic_grad_norm",
+        "train_critic/grad_norm",
+        "global gradient norm before clipping, mean over optimizer steps",
     ),
     Metric(
         "cost_critic_grad_norm",
@@ -208,7 +318,9 @@ METRICS = (
         "global gradient norm before clipping, mean over optimizer steps",
     ),
     Metric(
-        "reward_grad_norm", "train_reward/grad_norm", "global gradient norm before clipping, mean over optimizer steps"
+        "reward_grad_norm",
+        "train_reward/grad_norm",
+        "global gradient norm before clipping, mean over optimizer steps",
     ),
     Metric("actor_learning_rate", "train_actor/learning_rate", "learning rate, mean over optimizer steps"),
     Metric("critic_learning_rate", "train_critic/learning_rate", "learning rate, mean over optimizer steps"),
@@ -322,7 +434,9 @@ METRICS = (
         "-log sigmoid(log odds of chosen - log odds of rejected responses), mean over pairs",
     ),
     Metric(
-        "chosen_nll", "chosen_nll", "negative log-likelihood of chosen responses, mean over tokens, then pairs (nats)"
+        "chosen_nll",
+        "chosen_nll",
+        "negative log-likelihood of chosen responses, mean over tokens, then pairs (nats)",
     ),
     Metric(
         "reference_point",
@@ -401,76 +515,7 @@ METRICS = (
         f"{SHARE_OF_TIME} everything else: advantages, evaluations, checkpoints, models that are saved or offloaded",
     ),
 )
-
-TIMES = (
-    "seconds",
-    "samples_per_second",
-    "tokens_per_second",
-    "rollout_restarts",
-    *(metric.name for metric in METRICS if metric.name.startswith(("time_", "reply_seconds_"))),
-)
-"""Entries of a row of metrics that no number of the run depends on, and that differ each time it runs."""
-ROW_ENTRIES = {
-    "step": "number of the step, from 0; what is printed counts those that are done, from 1",
-    "seconds": "time since the row before was written, or since the models were loaded",
-    "rollout_engine": "engine that sampled the responses: torch, deepspeed, vllm",
-}
-"""Entries of a row of metrics that are no statistics, and their definitions."""
-
-_STATISTICS = {metric.statistic for metric in METRICS}
-_MAXIMA = {metric.statistic for metric in METRICS if metric.kind == "max"}
-
-
-def statistic_name(operator: str, name: str) -> str:
-    """Return the statistic's name in METRICS: with the operator's in front where several operators report it, and of
-    a user's function, whose statistics have no definition."""
-    full = f"{operator}/{name}"
-    return name if full not in _STATISTICS and name in _STATISTICS else full
-
-
-def add(total: dict[str, Triple], part: Mapping[str, Triple]) -> None:
-    """Add the moments of ``part`` to those of ``total``; of a maximum the larger ones remain."""
-    for name, (weight, first, second) in part.items():
-        before = total.get(name, (0.0, 0.0, 0.0))
-        if name in _MAXIMA and weight and before[0]:
-            total[name] = max(before, (weight, first, second), key=lambda moments: moments[1] / moments[0])
-            continue
-        total[name] = (before[0] + weight, before[1] + first, before[2] + second)
-
-
-def evaluate(statistics: Mapping[str, Triple]) -> dict[str, float]:
-    """Return the metrics of a step by name; those without rows are left out.
-
-    A statistic without definition, of a user's function, is its mean.
-    """
-    row = {}
-    for metric in METRICS:
-        weight, first, second = statistics.get(metric.statistic, (0.0, 0.0, 0.0))
-        of_all = statistics.get(metric.over, (1.0, 1.0, 1.0))
-        if weight and of_all[1] and (first or metric.kind != "share"):
-            row[metric.name] = _value(metric.kind, weight, first, second) / (of_all[1] / of_all[0])
-    own = {name: value for name, value in statistics.items() if name not in _STATISTICS and value[0]}
-    return row | {name: first / weight for name, (weight, first, _) in sorted(own.items())}
-
-
-def _value(kind: str, weight: float, first: float, second: float) -> float:
-    mean = first / weight
-    match kind:
-        case "std":
-            return math.sqrt(max(second / weight - mean * mean, 0.0))
-        case "sum":
-            return first
-        case "effective_share":
-            return first * first / (weight * second) if second else 0.0
-    return mean
-
-
-def is_better(name: str, value: float, than: float | None) -> bool:
-    """Whether a metric's value is better than ``than``, the best before; NaN never is."""
-    metric = next(metric for metric in METRICS if metric.name == name)
-    if math.isnan(value):
-        return False
-    return than is None or (value < than if metric.less_is_better else value > than)
+METRICS = DefinedMetrics(_DEFINED)
 
 
 MOST_ENDS = 3
@@ -489,13 +534,13 @@ class Ends:
     first: float
     last: float
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Return the means of the first and the last of ``values``, at most half of them each."""
+        few = max(1, min(MOST_ENDS, len(values) // 2))
+        return cls(few, sum(values[:few]) / few, sum(values[-few:]) / few)
+
     @property
     def title(self) -> str:
         """Name of what is compared."""
         return f"first {self.steps} -> last {self.steps} steps" if self.steps > 1 else "first -> last step"
-
-
-def ends_of(values: Sequence[float]) -> Ends:
-    """Return the means of the first and the last of ``values``, at most half of them each."""
-    few = max(1, min(MOST_ENDS, len(values) // 2))
-    return Ends(few, sum(values[:few]) / few, sum(values[-few:]) / few)

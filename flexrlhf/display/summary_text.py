@@ -8,8 +8,8 @@ from itertools import zip_longest
 from typing import Any
 
 from flexrlhf.display.plain_lines import restarts_text, shares_by_kind, shares_text, throughput
-from flexrlhf.metrics import METRICS, ends_of
-from flexrlhf.operators.outcomes import account, account_text
+from flexrlhf.metrics import METRICS, Ends
+from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.text import counted, shortened
 
 WIDEST = 120
@@ -34,8 +34,8 @@ def format_summary(
     lines = [", ".join(filter(None, head)), f"  results in {directory}"]
     if shares := shares_by_kind(rows):
         lines += _wrapped_shares(shares, width)
-    if counts := account(rows):
-        text = f"rows: {account_text(counts)}"
+    if (account := RowAccount.of(rows)).counts:
+        text = f"rows: {account}"
         lines += textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
     if restarts := restarts_text(rows):
         lines.append(f"  {restarts}")
@@ -51,11 +51,11 @@ def _wrapped_shares(shares: Mapping[str, float], width: int) -> list[str]:
 def _metrics(rows: Sequence[Mapping[str, float]], width: int) -> Iterator[str]:
     """Yield lines for each main metric: its means over the first and the last steps, and its definition."""
     if len(rows) > 1:
-        yield f"  {'':<18}{ends_of([0.0] * len(rows)).title}"
+        yield f"  {'':<18}{Ends.of([0.0] * len(rows)).title}"
     for metric in METRICS:
         values = [row[metric.name] for row in rows if metric.name in row]
         if values and metric.progress:
-            ends = ends_of(values)
+            ends = Ends.of(values)
             trend = f"{ends.first:.4g} -> {ends.last:.4g}" if len(values) > 1 else f"{ends.last:.4g}"
             yield from _defined(f"  {metric.name:<18}{trend:<26}", metric.definition, width)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms.ppo import PpoSpec, SafeRlhfSpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec, RemaxSpec, ReturnsSpec
 from flexrlhf.engines.base import Batch, Moments, moments
+from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.context import Columns, CombineContext, Reducer
 from flexrlhf.objectives.group_advantages import centre_in_groups
 from flexrlhf.objectives.kl_penalty import kl_penalty
@@ -24,7 +25,6 @@ from flexrlhf.objectives.reward_shaping import (
     shape_rewards,
     token_rewards,
 )
-from flexrlhf.operators.outcomes import CODES
 
 
 def ppo_advantages(spec: PpoSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
@@ -76,7 +76,7 @@ def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: CombineContext) -
         "value": moments(batch["values"][:, :-1], mask),
     }
     advantages = whiten_advantages(spec, advantages, mask, context)
-    outcomes = shaped.outcomes.masked_fill(~finite, CODES["invalid_score"])
+    outcomes = shaped.outcomes.masked_fill(~finite, Outcome.INVALID_SCORE.code)
     returned = {"returns": returns, "returns.cost": cost_returns}
     return {"loss_mask": mask, "advantages": advantages, **returned, "outcome": outcomes}, statistics
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.engines.sampling import running_sums
+from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.context import Columns, CombineContext, EarlierScores
 from flexrlhf.objectives.kl_penalty import kl_penalty
 from flexrlhf.objectives.reward_shaping import ROUNDING, ShapedRewards, last_positions, raw_scores, shape_rewards
 from flexrlhf.operators.columns import GROUP_SCORES
-from flexrlhf.operators.outcomes import CODES
 
 EPSILON = 1e-6
 """Added to the deviation of a group, as in verl."""
@@ -45,12 +45,12 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
     if spec.truncation == "mask-loss":
         is_truncated = (batch["finished"] == 0) & (outcomes == 0)
         mask = mask * (~is_truncated)[:, None].to(mask.dtype)
-        outcomes = outcomes.masked_fill(is_truncated, CODES["truncated"])
+        outcomes = outcomes.masked_fill(is_truncated, Outcome.TRUNCATED.code)
     statistics["group_alike"] = moments(alike.float(), shaped.counts)
     if spec.dynamic_sampling is not None:
         selected = _selected(spec, batch, shaped, context)
         mask = mask * selected[:, None].to(mask.dtype)
-        reasons = torch.where(alike, CODES["alike"], CODES["surplus"])
+        reasons = torch.where(alike, Outcome.ALIKE.code, Outcome.SURPLUS.code)
         outcomes = outcomes.where(selected | (outcomes > 0), reasons.to(outcomes.dtype))
         statistics |= _taken(batch, selected)
     advantages = centred[:, None] * mask
@@ -104,7 +104,7 @@ def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tupl
     best = totals.view(-1, batch.samples_per_prompt).argmax(1, keepdim=True)
     selected = torch.zeros_like(shaped.counts).view(-1, batch.samples_per_prompt).scatter(1, best, True).view(-1)
     mask = shaped.mask * selected[:, None].to(shaped.mask.dtype)
-    outcomes = shaped.outcomes.masked_fill(shaped.counts & ~selected, CODES["not_best"])
+    outcomes = shaped.outcomes.masked_fill(shaped.counts & ~selected, Outcome.NOT_BEST.code)
     statistics = {**shaped.statistics, **kl, **_taken(batch, selected), "advantage": moments(mask, mask)}
     return {"loss_mask": mask, "advantages": mask.float(), "outcome": outcomes}, statistics
 

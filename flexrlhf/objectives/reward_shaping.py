@@ -16,9 +16,10 @@ from flexrlhf.config.algorithms.policy_sections import TruncationPenalty
 from flexrlhf.config.reward_sources import ModelSource, Sources
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
+from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.operators.columns import CALLED, ENVIRONMENT, STEP_ENDS, TURN_ENDS, plain
-from flexrlhf.operators.outcomes import CODES, FAILED
+from flexrlhf.operators.outcomes import FAILED
 
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 """Relative difference up to which scores, which are float32, are the same."""
@@ -57,8 +58,8 @@ def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> Sh
     """
     truncated = 1 - batch["finished"].float()
     scores_before, outcomes = raw_scores(spec, batch, context)
-    counts, invalid = outcomes == 0, outcomes == CODES["invalid_score"]
-    finite = ~invalid & (outcomes != CODES["failed_episode"])
+    counts, invalid = outcomes == 0, outcomes == Outcome.INVALID_SCORE.code
+    finite = ~invalid & (outcomes != Outcome.FAILED_EPISODE.code)
     mask = batch["response_mask"] * counts[:, None].to(batch["response_mask"].dtype)
     # with bootstrap the critic's value replaces the score of a truncated response
     scored = counts & (truncated == 0) if spec.truncation == "bootstrap" else counts
@@ -93,8 +94,8 @@ def raw_scores(spec: PolicySpec, batch: Batch, context: CombineContext) -> tuple
         scores = scores.masked_fill(has_failed, 0.0)
     finite = finite_scores(spec, batch, scores, context)
     is_masked = (batch["finished"] == 0) & (spec.truncation == "mask")
-    outcomes = (is_masked.to(torch.uint8) * CODES["truncated"]).masked_fill(~finite, CODES["invalid_score"])
-    return scores.where(finite, 0.0), outcomes.masked_fill(has_failed, CODES["failed_episode"])
+    outcomes = (is_masked.to(torch.uint8) * Outcome.TRUNCATED.code).masked_fill(~finite, Outcome.INVALID_SCORE.code)
+    return scores.where(finite, 0.0), outcomes.masked_fill(has_failed, Outcome.FAILED_EPISODE.code)
 
 
 def finite_scores(spec: PolicySpec, batch: Batch, scores: Tensor, context: CombineContext) -> Tensor:

@@ -1,14 +1,15 @@
-"""Outcomes of rows: each row that is taken from the data is trained on, or left out for one reason.
+"""Rows of a run by outcome: each row that is taken from the data is trained on, or left out for one reason.
 
-Taken = trained + filtered + not counted + in flight, at every step. Filtered: left out by the algorithm's choice among
-responses; not counted: for any other reason. In flight: generated, and not yet due for training.
+Taken = trained + filtered + not counted + in flight, at every step. In flight: generated, and not yet due for training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
-from flexrlhf.metrics import EPISODE_FAILURES, FILTERED, NOT_COUNTED
+from flexrlhf.metrics import EPISODE_FAILURES, Outcome
 
 
 def failed_state(kind: str) -> str:
@@ -17,48 +18,46 @@ def failed_state(kind: str) -> str:
     return f"failed: {name}" if name in EPISODE_FAILURES else "failed"
 
 
-TRAINED, FROZEN, LEFT_OUT = "trained", "frozen", "left_out"
-OUTCOMES = (TRAINED, *FILTERED, *NOT_COUNTED)
-CODES = {name: code for code, name in enumerate(OUTCOMES)}
-"""Outcome → its number in the column ``outcome``; 0: to be trained on."""
 _STATES = ("going on", "ended", "last turn", "no room", *map(failed_state, ("", *EPISODE_FAILURES)))
 EPISODE_STATES = {name: code for code, name in enumerate(_STATES)}
 """State of an episode → its number in the column ``episode``. One that has ended did so by its environment, after its
 last turn, since no room was left for a turn, or since its environment failed."""
 FAILED = EPISODE_STATES[failed_state("")]
 """The first state of episodes that failed; later ones have the kind of failure."""
-IN_FLIGHT = "in_flight"
-CARRIED = "carried"
-"""In place of an outcome: rows that the next step goes on with (``rollout.segment_tokens``), a part of those in flight.
-"""
-ALL_TAKEN = "taken"
-"""In place of an outcome: all rows that dynamic sampling has taken, with those in flight."""
-UNRECORDED = "unrecorded"
-"""In place of an outcome: rows of steps before a checkpoint of an older version."""
 
 
-def row_metric(outcome: str) -> str:
-    """Return the name of the metric that counts the rows of ``outcome``, or the rows in flight."""
-    return f"rows_{outcome}"
+@dataclass(frozen=True)
+class RowAccount:
+    """Rows of a run by outcome, and those in flight.
 
-
-def account(rows: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """Return the number of rows by outcome over all ``rows`` of metrics, and of those in flight after the last one.
-
-    Outcomes without rows are left out; empty for a run of an older version.
+    counts:  number of rows by outcome; outcomes without rows are left out
     """
-    counts = {name: sum(int(row.get(row_metric(name), 0)) for row in rows) for name in OUTCOMES}
-    counts[IN_FLIGHT] = int(rows[-1].get(row_metric(IN_FLIGHT), 0)) if rows else 0
-    return {name: count for name, count in counts.items() if count}
 
+    IN_FLIGHT: ClassVar[str] = "in_flight"
+    METRICS: ClassVar[Mapping[str, str]] = {name: f"rows_{name}" for name in (*Outcome, "in_flight")}
+    """Outcome, or in flight → the metric that counts its rows."""
 
-def account_text(counts: Mapping[str, int]) -> str:
-    """Return ``64 taken = 40 trained + 16 filtered (16 alike) + 8 in flight``."""
-    terms = [f"{counts.get(TRAINED, 0):,} trained"]
-    for kind, names in (("filtered", FILTERED), ("not counted", NOT_COUNTED)):
-        found = [f"{counts[name]:,} {name.replace('_', ' ')}" for name in names if name in counts]
-        if found:
-            terms.append(f"{sum(counts.get(name, 0) for name in names):,} {kind} ({', '.join(found)})")
-    if IN_FLIGHT in counts:
-        terms.append(f"{counts[IN_FLIGHT]:,} in flight")
-    return f"{sum(counts.values()):,} taken = {' + '.join(terms)}"
+    counts: Mapping[str, int]
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, float]]) -> Self:
+        """Return the account of all ``rows`` of metrics: the rows in flight are those after the last one.
+
+        It is empty for a run of an older version.
+        """
+        counts = {str(name): sum(int(row.get(cls.METRICS[name], 0)) for row in rows) for name in Outcome}
+        counts[cls.IN_FLIGHT] = int(rows[-1].get(cls.METRICS[cls.IN_FLIGHT], 0)) if rows else 0
+        return cls({name: count for name, count in counts.items() if count})
+
+    def __str__(self) -> str:
+        """Return ``64 taken = 40 trained + 16 filtered (16 alike) + 8 in flight``."""
+        counts = self.counts
+        terms = [f"{counts.get(Outcome.TRAINED, 0):,} trained"]
+        for kind in ("filtered", "not counted"):
+            names = [name for name in Outcome if name.kind == kind and name in counts]
+            if names:
+                found = [f"{counts[name]:,} {name.replace('_', ' ')}" for name in names]
+                terms.append(f"{sum(counts[name] for name in names):,} {kind} ({', '.join(found)})")
+        if self.IN_FLIGHT in counts:
+            terms.append(f"{counts[self.IN_FLIGHT]:,} in flight")
+        return f"{sum(counts.values()):,} taken = {' + '.join(terms)}"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from flexrlhf.metrics import METRICS, MOST_STALE, ROW_ENTRIES
-from flexrlhf.operators.outcomes import row_metric
+from flexrlhf.metrics import METRICS, MOST_STALE
 from flexrlhf.report.look import run_colour
 from flexrlhf.report.metric_table import Series
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
@@ -49,7 +48,7 @@ _LINES = (
     {"width": 1.7, "dash": "dashdot"},
 )
 """Lines of runs: one run's shows through the next one's where they coincide."""
-ROWS = row_metric("")
+ROWS = "rows_"
 """Begins the names of metrics that have a figure together (rows_picture.py)."""
 STALE = tuple(f"staleness_{age}" for age in range(MOST_STALE + 1))
 """Shares of a step's tokens by their staleness, which have a figure together, too."""
@@ -185,8 +184,7 @@ def _trace(runs: Sequence[RunContents], curve: MetricCurve, several: bool, is_se
 
 def definition(name: str) -> str:
     """Return the definition of an entry of a row of metrics, with its unit."""
-    known = {metric.name: metric.definition for metric in METRICS}
-    return known.get(name) or ROW_ENTRIES.get(name, OWN)
+    return METRICS.definitions.get(name, OWN)
 
 
 def _thinning(runs: Sequence[RunContents]) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from flexrlhf.metrics import FILTERED, STALENESS
-from flexrlhf.operators.outcomes import IN_FLIGHT, OUTCOMES, TRAINED, account, account_text, row_metric
+from flexrlhf.metrics import STALENESS, Outcome
+from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.report.curves import HEIGHT, MARGIN, STALE
 from flexrlhf.report.look import OTHERS, RUNS
 from flexrlhf.report.metric_table import MetricTable, Series
@@ -17,7 +17,7 @@ from flexrlhf.report.picture import AUTOMARGIN, Picture, make_figure
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.samples_table import spread
 
-COLOURS = dict(zip(OUTCOMES, (*RUNS, *OTHERS), strict=False))
+COLOURS = dict(zip(map(str, Outcome), (*RUNS, *OTHERS), strict=False))
 IN_FLIGHT_COLOUR = "#8b9098"
 MOST_STEPS = 1000
 """Steps of a figure."""
@@ -25,14 +25,16 @@ MOST_STEPS = 1000
 
 def rows_picture(run: RunContents, key: str) -> Picture | None:
     """Return the picture of a run; None for one of an older version."""
-    counts = account(_totals(run.rows))
-    if not counts:
+    account = RowAccount.of(_totals(run.rows))
+    if not account.counts:
         return None
     places = shown_places(run.rows)
     traces = [
-        _trace(name, _points(run.rows, row_metric(name), places)) for name in (*OUTCOMES, IN_FLIGHT) if name in counts
+        _trace(name, _points(run.rows, metric, places))
+        for name, metric in RowAccount.METRICS.items()
+        if name in account.counts
     ]
-    caption = f"Rows of each step by outcome, one above the other. The run: {account_text(counts)}."
+    caption = f"Rows of each step by outcome, one above the other. The run: {account}."
     return Picture(key, "Rows by outcome", caption, _stacked(traces), HEIGHT)
 
 
@@ -40,9 +42,10 @@ def _totals(rows: MetricTable) -> list[dict[str, float]]:
     """Return one row with the sums of the rows by outcome, and those in flight after the last step."""
     if not rows:
         return []
-    sums = {row_metric(name): _sum(rows.series(row_metric(name))) for name in OUTCOMES}
-    in_flight = rows.last(row_metric(IN_FLIGHT))
-    return [sums | {row_metric(IN_FLIGHT): in_flight if in_flight is not None and math.isfinite(in_flight) else 0.0}]
+    sums = {metric: _sum(rows.series(metric)) for metric in RowAccount.METRICS.values()}
+    metric = RowAccount.METRICS[RowAccount.IN_FLIGHT]
+    in_flight = rows.last(metric)
+    return [sums | {metric: in_flight if in_flight is not None and math.isfinite(in_flight) else 0.0}]
 
 
 def _sum(series: Series) -> float:
@@ -90,7 +93,7 @@ def _stacked(traces: Sequence[go.Scatter | go.Bar]) -> go.Figure:
 
 def _trace(name: str, points: tuple[list[int], list[float]]) -> go.Scatter:
     """Return the area of an outcome, or the line of the rows in flight, which later steps count."""
-    kind = "filtered: " if name in FILTERED else "" if name in (TRAINED, IN_FLIGHT) else "not counted: "
+    kind = f"{Outcome(name).kind}: " if name in tuple(Outcome)[1:] else ""
     line = {"color": COLOURS.get(name, IN_FLIGHT_COLOUR), "width": 1.5, "dash": "solid" if name in COLOURS else "dot"}
     stack = {"stackgroup": "rows"} if name in COLOURS else {}
     title = f"{kind}{name.replace('_', ' ')}"

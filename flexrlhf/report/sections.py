@@ -13,7 +13,7 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.display.plain_lines import restarts_text
 from flexrlhf.errors import shown
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
-from flexrlhf.metrics import ends_of
+from flexrlhf.metrics import Ends
 from flexrlhf.plan.gpu_warnings import gpu_warnings
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.schedule_text import schedule_rows
@@ -314,7 +314,7 @@ def _trend(metric: str, values: Sequence[float]) -> tuple[str, str]:
     """Return a metric and its means over the first and the last steps, the same ones as in the summary of a run."""
     if len(values) == 1:
         return metric, _number(values[0])
-    ends = ends_of(values)
+    ends = Ends.of(values)
     return f"{metric}, {ends.title.replace('->', '→')}", f"{_number(ends.first)} → {_number(ends.last)}"
 
 

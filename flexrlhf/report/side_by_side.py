@@ -15,7 +15,7 @@ from typing import Any
 
 from flexrlhf.config.number_settings import SettingDifference, differing_settings, nested_differences
 from flexrlhf.errors import one_line, shown
-from flexrlhf.metrics import METRICS, TIMES
+from flexrlhf.metrics import METRICS
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.report.metric_table import MetricTable, Series
 from flexrlhf.report.run_contents import RecordedSteps
@@ -75,7 +75,7 @@ def metric_differences(first: MetricTable, second: MetricTable) -> list[MetricDi
     """Return the differences of all metrics that both runs have, times aside, in the order of their definitions."""
     defined = [metric.name for metric in METRICS]
     written = sorted({*first.names, *second.names} - set(defined))
-    names = [name for name in (*defined, *written) if name not in TIMES]
+    names = [name for name in (*defined, *written) if name not in METRICS.times]
     found = [_difference(name, *_in_common(first.series(name), second.series(name))) for name in names]
     return [each for each in found if each is not None]
 

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import tensor
 
 from flexrlhf.data.examples import EXAMPLES
-from flexrlhf.metrics import evaluate
+from flexrlhf.metrics import METRICS
 from flexrlhf.placement.groups import Group
 from flexrlhf.runs.recorded_columns import remove_columns
 from flexrlhf.strategies.calls import CALLS, CalledStep, OperatorCall, around_calls
@@ -222,7 +222,7 @@ class CalledTrainer:
             found = self._trainer.results.recorder.read(self._next_step, position, run)
             if run.operator.kind == "loss":
                 found = {name.removeprefix(f"{run.operator.name}/"): value for name, value in found.items()}
-            self._feed.reply([json.dumps(evaluate(found)).encode()])
+            self._feed.reply([json.dumps(METRICS.evaluate(found)).encode()])
 
 
 def _cut(data: bytes) -> Sequence[bytes]:

@@ -14,7 +14,7 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.config.algorithms.ppo import LagrangeSpec, SafeRlhfSpec
 from flexrlhf.errors import RunStopped
-from flexrlhf.metrics import FAILED_IN_A_ROW, Triple, add
+from flexrlhf.metrics import FAILED_IN_A_ROW, METRICS, Triple
 from flexrlhf.operators.graph import TAKE_PROMPTS, Operator
 from flexrlhf.plan.episodes import EPISODE_STATISTICS
 from flexrlhf.plan.plan import Plan
@@ -89,7 +89,7 @@ class Controllers(Observer):
             ranks, total, _ = statistics[FAILED_IN_A_ROW]
             self.states[name] = {FAILED_IN_A_ROW: total / ranks}
             return
-        add(self._statistics.setdefault(name, {}), statistics)
+        METRICS.add(self._statistics.setdefault(name, {}), statistics)
         if run.mini_batches.stop == self._algorithm.num_mini_batches:
             self.states[name] = next_state(self._algorithm, self.states[name], self._statistics.pop(name))
             self._check_scores(int(self.states[name]["failed_steps"]))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flexrlhf.comm.world import World
-from flexrlhf.metrics import Triple, add, evaluate, is_better, statistic_name
+from flexrlhf.metrics import METRICS, Triple
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Run, Save
@@ -130,7 +130,7 @@ class Recorder(Observer):
         run = self.plan.schedule.instructions[position % len(self.plan.schedule.instructions)]
         assert isinstance(run, Run), "only runs report outside evaluations"
         kept = self._in_flight[step].setdefault(run.operator.name, make_report())
-        add(kept["statistics"], report["statistics"])
+        METRICS.add(kept["statistics"], report["statistics"])
         kept["labels"] |= report["labels"]
         kept["samples"] += report["samples"]
         kept["positions"] += report["positions"]
@@ -163,7 +163,7 @@ class Recorder(Observer):
         """
         assert save.best is not None
         value = self._read_evaluation(step).get(save.best)
-        if value is None or not is_better(save.best, value, self.best.get(save.model)):
+        if value is None or not METRICS.named(save.best).is_better(value, self.best.get(save.model)):
             return None
         self.best[save.model] = value
         return value
@@ -174,12 +174,12 @@ class Recorder(Observer):
         self.wait(keys, f"the evaluation of step {step}")
         total: dict[str, Triple] = {}
         for key in keys:
-            add(total, json.loads(self.store.get(key))["statistics"])
+            METRICS.add(total, json.loads(self.store.get(key))["statistics"])
         # the last reader clears up: the row of metrics may have been written long before
         if self.store.add(f"best/{step}/read", 1) == self._num_readers:
             for key in (*keys, f"best/{step}/read"):
                 self.store.delete_key(key)
-        return evaluate(total)
+        return METRICS.evaluate(total)
 
     def attempt_keys(self, step: int) -> dict[str, str]:
         """Return the keys of the reports of the attempts of a step, and who publishes each."""
@@ -216,7 +216,7 @@ class Recorder(Observer):
 
 def _statistic(operator: Operator, name: str) -> str:
     """Return the name of a statistic of ``operator``: that of a loss without its update is not the training's."""
-    return f"{operator.name}/{name}" if operator.kind == "loss" else statistic_name(operator.name, name)
+    return f"{operator.name}/{name}" if operator.kind == "loss" else METRICS.statistic_name(operator.name, name)
 
 
 def _publisher(run: Run) -> str:

@@ -15,11 +15,12 @@ from pathlib import Path
 from flexrlhf.display.events import Send, StepDone
 from flexrlhf.engines.copy_streams import CopyTimes
 from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers
-from flexrlhf.metrics import Triple, add, evaluate
-from flexrlhf.operators.outcomes import CARRIED, FROZEN, IN_FLIGHT, OUTCOMES, row_metric
+from flexrlhf.metrics import METRICS, Outcome, Triple
+from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.runs.flight_log import TIMELINE
-from flexrlhf.runs.run_directory import METRICS, RowWriter
+from flexrlhf.runs.run_directory import METRICS as METRICS_FILE
+from flexrlhf.runs.run_directory import RowWriter
 from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.text import span_of
 from flexrlhf.timeline import KEPT_STEPS, SPANS, Timeline, saved_spans, write_trace
@@ -28,6 +29,7 @@ from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder, Steps
 from flexrlhf.trainer.reply_times import ReplyTimes
+from flexrlhf.trainer.row_ledger import CARRIED
 from flexrlhf.trainer.samples import FILE as SAMPLES
 from flexrlhf.trainer.samples import Part, merged_samples, sample_lines
 from flexrlhf.trainer.step_rows import prompt_numbers
@@ -63,7 +65,7 @@ class ResultsWriter(Observer):
         self.recorder, self.work = recorder, work
         self.next_step = start.next_step
         """The first step whose row of metrics is not written."""
-        self._files = {name: RowWriter(directory / name) for name in (METRICS, ROWS, SAMPLES)}
+        self._files = {name: RowWriter(directory / name) for name in (METRICS_FILE, ROWS, SAMPLES)}
         self._directory, self._loggers, self._send, self._start = directory, loggers, send, start
         self._prompts = prompts
         self._plan, self._world, self._store = recorder.plan, recorder.world, recorder.store
@@ -109,7 +111,7 @@ class ResultsWriter(Observer):
         positions: dict[int, int] = {}
         for key, reporter in self.recorder.keys(step).items():
             report = json.loads(self._store.get(key))
-            add(total, report["statistics"])
+            METRICS.add(total, report["statistics"])
             labels |= report["labels"]
             parts += report["samples"]
             for name, rows in report["outcomes"].items():
@@ -120,14 +122,14 @@ class ResultsWriter(Observer):
         now = time.time()
         if samples := merged_samples(step, parts):
             self._files[SAMPLES].append(sample_lines(samples))
-        add(total, self._account(step, outcomes, positions))
+        METRICS.add(total, self._account(step, outcomes, positions))
         if self._replies is not None:
-            add(total, self._replies.take(step))
+            METRICS.add(total, self._replies.take(step))
         seconds = now - self._last_time
         num_rows = sum(len(rows) for name, rows in outcomes.items() if name != CARRIED) or self._plan.batch.num_taken
         times = time_statistics(self.work.since_last(), seconds, num_rows, total)
-        row = {"step": step, "seconds": seconds, **evaluate({**total, **times})}
-        self._files[METRICS].append(json.dumps({**row, **labels}) + "\n")
+        row = {"step": step, "seconds": seconds, **METRICS.evaluate({**total, **times})}
+        self._files[METRICS_FILE].append(json.dumps({**row, **labels}) + "\n")
         if spec.debug.record_columns:
             record_statistics(self._directory, step, total, reporters)
         self._loggers.log({**row, **labels}, samples)
@@ -140,14 +142,14 @@ class ResultsWriter(Observer):
         self, step: int, outcomes: Mapping[str, Sequence[int]], positions: Mapping[int, int]
     ) -> dict[str, Triple]:
         """Write the outcomes of the rows of ``step``, and return their statistics. A step without any is frozen."""
-        rows = dict(outcomes) or {FROZEN: range(self._plan.batch.num_rows)}
-        spans = {name: span_of(tuple(rows[name])) for name in (*OUTCOMES, CARRIED) if name in rows}
+        rows = dict(outcomes) or {Outcome.FROZEN: range(self._plan.batch.num_rows)}
+        spans = {name: span_of(tuple(rows[name])) for name in (*Outcome, CARRIED) if name in rows}
         takes_data, none = self.recorder.steps.takes_data(step), [None] * self._plan.batch.num_prompts
         numbers = list(self._prompts(step, positions)) if takes_data else none
         self._files[ROWS].append(json.dumps({"step": step, "prompts": numbers, "outcomes": spans}) + "\n")
         counts = {name: len(rows[name]) for name in spans}
-        counts[IN_FLIGHT] = self._in_flight(step + 1) + counts.pop(CARRIED, 0)
-        return {row_metric(name): (1.0, float(count), 0.0) for name, count in counts.items()}
+        counts[RowAccount.IN_FLIGHT] = self._in_flight(step + 1) + counts.pop(CARRIED, 0)
+        return {RowAccount.METRICS[name]: (1.0, float(count), 0.0) for name, count in counts.items()}
 
     def _in_flight(self, next_step: int) -> int:
         """Return the rows of the steps in flight before ``next_step``; with attempts, as many as these have taken."""

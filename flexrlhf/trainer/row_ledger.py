@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from flexrlhf.metrics import Outcome
 from flexrlhf.operators.columns import FINAL_OUTCOME, POSITION
-from flexrlhf.operators.outcomes import ALL_TAKEN, CARRIED, FROZEN, IN_FLIGHT, LEFT_OUT, OUTCOMES, UNRECORDED
+from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
@@ -18,6 +19,13 @@ from flexrlhf.trainer.execution import Execution, Observer
 
 Outcomes = dict[str, list[int]]
 """Outcome → rows of a step, in order."""
+CARRIED = "carried"
+"""In place of an outcome: rows that the next step goes on with (``rollout.segment_tokens``), a part of those in flight.
+"""
+ALL_TAKEN = "taken"
+"""In place of an outcome: all rows that dynamic sampling has taken, with those in flight."""
+UNRECORDED = "unrecorded"
+"""In place of an outcome: rows of steps before a checkpoint of an older version."""
 
 
 class RowLedger(Observer):
@@ -47,7 +55,9 @@ class RowLedger(Observer):
     def load(self, counts: Mapping[str, int], carried: Mapping[str, Sequence[int]], next_step: int) -> None:
         """Go on from the ``counts`` and ``carried`` rows of a checkpoint before ``next_step``; one of an older version
         has none."""
-        self._counts = Counter({name: count for name, count in counts.items() if name not in (FROZEN, IN_FLIGHT)})
+        self._counts = Counter(
+            {name: count for name, count in counts.items() if name not in (Outcome.FROZEN, RowAccount.IN_FLIGHT)}
+        )
         self._open = {int(step): set(rows) for step, rows in carried.items()}
         self._num_taken = sum(counts.values())
         if not counts:
@@ -63,7 +73,10 @@ class RowLedger(Observer):
         if self._plan.batch.attempts > 1:
             return {**self._counts, **taken}
         in_flight = self._plan.rows_in_flight(next_step, self._generated) + sum(map(len, self._open.values()))
-        further = {FROZEN: min(next_step, self._first_step) * self._plan.batch.num_taken, IN_FLIGHT: in_flight}
+        further = {
+            Outcome.FROZEN: min(next_step, self._first_step) * self._plan.batch.num_taken,
+            RowAccount.IN_FLIGHT: in_flight,
+        }
         return {name: count for name, count in {**self._counts, **further}.items() if count}
 
     @property
@@ -87,7 +100,7 @@ class RowLedger(Observer):
             return  # the optimizer step on its gradients decides
         rows = work.present_rows(execution.store, work.mini_batches)
         codes = execution.store.get(FINAL_OUTCOME, rows).long()
-        keys = codes.new_tensor(rows) * len(OUTCOMES) + codes
+        keys = codes.new_tensor(rows) * len(Outcome) + codes
         execution.outcomes = outcomes_of(work.model.dp.gather(keys).tolist())
         if POSITION in work.operator.reads:
             self.open(_gathered_positions(execution))
@@ -106,7 +119,7 @@ class RowLedger(Observer):
         if not self._is_accounting or step < self._first_step:
             return {}
         rows = sorted(set(range(self._plan.batch.num_taken)).difference(self._of_step))
-        left_out = {LEFT_OUT: rows} if rows else {}
+        left_out: Outcomes = {Outcome.LEFT_OUT: rows} if rows else {}
         self.add(left_out)
         self.complete(step)
         return left_out
@@ -197,14 +210,15 @@ def merged_account(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     if ALL_TAKEN in total:
         taken = total.pop(ALL_TAKEN)
         if in_flight := taken - sum(total.values()):
-            total[IN_FLIGHT] = in_flight
+            total[RowAccount.IN_FLIGHT] = in_flight
     return total
 
 
 def outcomes_of(keys: list[int]) -> Outcomes:
     """Return rows by outcome. ``keys``: row * number of outcomes + code, each."""
     found: Outcomes = {}
+    names = tuple(Outcome)
     for key in sorted(keys):
-        row, code = divmod(key, len(OUTCOMES))
-        found.setdefault(OUTCOMES[code], []).append(row)
+        row, code = divmod(key, len(names))
+        found.setdefault(names[code], []).append(row)
     return found

@@ -11,9 +11,9 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch, Loss, Moments, add_moments
 from flexrlhf.engines.non_finite import NonFiniteStep
+from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.functions import make_loss
 from flexrlhf.operators.columns import FINAL_OUTCOME, PRESENT
-from flexrlhf.operators.outcomes import CODES
 from flexrlhf.text import mini_batches_text
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_context import OperatorContext
@@ -58,7 +58,7 @@ def _is_skipped(of_step: Moments) -> bool:
 def _put_outcomes(run: OperatorRun, outcomes: Mapping[int, Tensor], updated: Collection[int], store: RowStore) -> None:
     """Put the outcomes of the rows of each mini-batch; rows of others than the ``updated`` ones are skipped."""
     final = [
-        each if mini_batch in updated else each.where(each > 0, CODES["skipped"])
+        each if mini_batch in updated else each.where(each > 0, Outcome.SKIPPED.code)
         for mini_batch, each in outcomes.items()
     ]
     store.put(FINAL_OUTCOME, run.present_rows(store, run.mini_batches), torch.cat(final))
@@ -115,7 +115,9 @@ def _loss_parts(
 def _outcomes(batch: Batch) -> Tensor:
     """Return uint8 (n,): codes of the outcomes of rows if the optimizer step on them is made."""
     outcomes = batch.columns.get("outcome", torch.zeros_like(batch.rows, dtype=torch.uint8))
-    rejected = torch.where(batch.sampled_mask.bool().any(1), CODES["rejected"], CODES["no_tokens"]).to(outcomes.dtype)
+    rejected = torch.where(batch.sampled_mask.bool().any(1), Outcome.REJECTED.code, Outcome.NO_TOKENS.code).to(
+        outcomes.dtype
+    )
     return outcomes.where((outcomes > 0) | batch.mask.bool().any(1), rejected)
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexrlhf.config.model_settings import Dtype
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 from flexrlhf.operators.columns import column_of
-from flexrlhf.operators.outcomes import IN_FLIGHT, OUTCOMES, row_metric
+from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.placement.placed import PlacedModel
 
 Kind = Literal["column", "move", "metric", "weights"]
@@ -50,7 +50,7 @@ BITWISE = Limits("bitwise", numbers=0.0, weights=0.0, shares=0.0, tie=0.0)
 COUNTED = frozenset(
     {
         *("response_length", "truncated", "score_invalid", "score_failed", "kept_length_ratio"),
-        *map(row_metric, (*OUTCOMES, IN_FLIGHT)),
+        *RowAccount.METRICS.values(),
         *("staleness_max", "staleness_dropped"),
         *("rollout_requests", "eval_distinct_2", "eval_response_length", "eval_truncated", "eval_score_invalid"),
         *("eval_score_failed", "text_cut", "eval_text_cut"),
@@ -78,7 +78,7 @@ IN_NATS = frozenset(
     }
 )
 """Metrics that are differences of log-probs: rounding is relative to these, so to at least 1 (``kl``: each token)."""
-NOT_COMPARED = frozenset({"step", "rollout_engine", "parity_mean", "parity_p999", "parity_max", *TIMES})
+NOT_COMPARED = frozenset({"step", "rollout_engine", "parity_mean", "parity_p999", "parity_max", *METRICS.times})
 """Entries of a row of metrics that two runs may differ in."""
 
 

@@ -23,7 +23,7 @@ from flexrlhf.config.algorithms.ppo import AcShareSpec
 from flexrlhf.config.number_settings import OF_MODELS, OF_RUN
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 from flexrlhf.verify.deviations import FLOAT32
 
 RELATIVE = FLOAT32.numbers
@@ -39,7 +39,7 @@ NOT_REFERENCED = ("attention_mask", "experts", "trainer_logprobs", "computed_log
 """Columns that the reference lacks: masks follow from the tokens, training from experts, the others are compared in the
 run."""
 UNREFERENCED_METRICS = re.compile(
-    "|".join(["step|rollout_engine|parity_.*|router_mismatch|(pair|eval)_accuracy|.*_skipped", *TIMES])
+    "|".join(["step|rollout_engine|parity_.*|router_mismatch|(pair|eval)_accuracy|.*_skipped", *METRICS.times])
 )
 """Metrics that the reference may lack: times, the gate's, metrics decided by rounding, metrics of 16 bits."""
 COUNTED = (

@@ -31,7 +31,7 @@ from drilled import GO, REACHED, Planned
 from safetensors.torch import load_file
 
 from benchmarks.two_hosts import can_link
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 from flexrlhf.runs.manifest import checkpoints_of
 
 START_SECONDS = 150.0
@@ -308,7 +308,7 @@ def _is_finished(directory: Path) -> bool:
 
 def _rows(directory: Path) -> list[dict[str, object]]:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
+    return [{name: value for name, value in json.loads(line).items() if name not in METRICS.times} for line in lines]
 
 
 def _first_difference(found: list[dict[str, object]], expected: list[dict[str, object]]) -> int:

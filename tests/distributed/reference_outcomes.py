@@ -12,12 +12,12 @@ from torch import Tensor
 
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.operators.outcomes import CODES
+from flexrlhf.metrics import Outcome
 
 
 def outcome_column(policy: PolicySpec, responses: list[Response]) -> Tensor:
     """Outcomes as far as the scores decide them."""
-    return torch.tensor([CODES[_by_scores(policy, response)] for response in responses], dtype=torch.uint8)
+    return torch.tensor([Outcome(_by_scores(policy, response)).code for response in responses], dtype=torch.uint8)
 
 
 def _by_scores(policy: PolicySpec, response: Response) -> str:

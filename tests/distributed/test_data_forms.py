@@ -17,7 +17,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from flexrlhf.data.files import read_rows
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 
 FORMS = Path(__file__).parents[1] / "fixtures" / "forms"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -140,7 +140,7 @@ def command(directory: Path, *words: str) -> tuple[int, str]:
 
 def metrics(directory: Path, name: str) -> list[Raw]:
     lines = (directory / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if key not in METRICS.times} for line in lines]
 
 
 def launch(directory: Path, raws: list[Raw]) -> None:

@@ -26,7 +26,7 @@ from processes import descendants, listening_addresses
 from safetensors.torch import load_file
 
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 from flexrlhf.runs.run_directory import read_lines
 from flexrlhf.timeline import read_trace
 
@@ -180,7 +180,9 @@ def test_a_killed_rollout_process_changes_no_bit(child_config: Path, tmp_path: P
     metrics = [read_lines(run / "metrics.jsonl") for run in (killed, kept)]
     (step,) = [row["step"] for row in metrics[0] if row["rollout_restarts"]]
     assert step >= 3 and f"  1 restart of rollout processes, in step {step}\n" in out
-    of_killed, of_kept = ([{k: v for k, v in row.items() if k not in TIMES} for row in rows] for rows in metrics)
+    of_killed, of_kept = (
+        [{k: v for k, v in row.items() if k not in METRICS.times} for row in rows] for rows in metrics
+    )
     assert of_killed == of_kept and len(of_kept) == 8
     files = [path.relative_to(kept) for path in kept.rglob("*.safetensors")]
     assert {path.parts[0] for path in files} == {"actor", "critic", "columns"}

@@ -16,7 +16,7 @@ from poisoned import BAD_MINI_BATCH, BAD_ROW, BAD_STEP, ppo, recurrent, supervis
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 
 Raw = dict[str, Any]
 COMPUTES: dict[str, Raw] = {
@@ -149,8 +149,8 @@ def test_two_ranks_skip_the_same_steps_as_one(two_ranks: Printed, one_rank: Prin
     name = "replicas-poisoned"
     assert all(f"flexrlhf: {FIRST}" in left.out for left in (two_ranks, one_rank)), one_rank.out
     for row, other in zip(two_ranks.metrics(name), one_rank.metrics(name), strict=True):
-        assert {k: v for k, v in row.items() if k not in TIMES} == pytest.approx(
-            {k: v for k, v in other.items() if k not in TIMES}, rel=1e-5
+        assert {k: v for k, v in row.items() if k not in METRICS.times} == pytest.approx(
+            {k: v for k, v in other.items() if k not in METRICS.times}, rel=1e-5
         )
 
 

@@ -14,7 +14,7 @@ from cases import Case, make_assets
 from commands import PROGRAM, start
 
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 from flexrlhf.runs.run_directory import read_lines
 
 SECONDS = 90
@@ -52,7 +52,9 @@ def test_a_script_trains_as_the_command_does(tmp_path_factory: pytest.TempPathFa
     directory, metrics = json.loads(next(line for line in out.splitlines() if line.startswith("[")))
     expected = read_lines(tmp_path / "runs" / "command" / "metrics.jsonl")
     assert (directory, len(metrics)) == ("runs/script", raw["steps"])
-    timeless = [[{name: row[name] for name in row.keys() - TIMES} for row in rows] for rows in (metrics, expected)]
+    timeless = [
+        [{name: row[name] for name in row.keys() - METRICS.times} for row in rows] for rows in (metrics, expected)
+    ]
     assert timeless[0] == timeless[1]
 
 

@@ -20,7 +20,7 @@ from commands import is_alive, read_until, start
 from ray_cluster import RayCluster, ray_cluster
 
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 
 pytest.importorskip("ray")
 TWO, SIX = Case("two", "halves", 2), Case("one", "six", 2)
@@ -62,7 +62,7 @@ def results(directory: Path, case: Case) -> list[dict[str, Any]]:
     """Metrics without times, and samples."""
     run = directory / "runs" / case.name
     lines = (run / "metrics.jsonl").read_text().splitlines() + (run / "samples.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
+    return [{name: value for name, value in json.loads(line).items() if name not in METRICS.times} for line in lines]
 
 
 def test_the_results_are_the_local_launchers(

@@ -16,7 +16,7 @@ from toys import SCORES
 from transformers import PreTrainedTokenizerFast
 
 from flexrlhf.data.files import read_rows
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -100,7 +100,7 @@ def is_sound(value: float | str) -> bool:
 
 def results(step: dict[str, Any]) -> dict[str, float]:
     """Metrics that no placement may change."""
-    return {name: value for name, value in step.items() if name not in TIMES and not isinstance(value, str)}
+    return {name: value for name, value in step.items() if name not in METRICS.times and not isinstance(value, str)}
 
 
 @pytest.mark.parametrize(

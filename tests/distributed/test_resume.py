@@ -28,7 +28,7 @@ from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.data.order import step_indices
 from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.export import find_trained_model
 from flexrlhf.runs.manifest import checkpoint_directory, read_manifest
@@ -322,7 +322,7 @@ def rows_of(text: str) -> list[int]:
 
 
 def _without_times(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name not in TIMES}
+    return {name: value for name, value in row.items() if name not in METRICS.times}
 
 
 @pytest.mark.parametrize(

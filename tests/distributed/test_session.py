@@ -16,7 +16,7 @@ from forked import RANK_ENVIRONMENT, Forked
 from launcher import Launches, Outcome, params
 
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.report.reported_run import plan_of_run
 from flexrlhf.report.run_contents import read_contents
@@ -48,8 +48,8 @@ def columns_of(directory: Path, step: int) -> list[Path]:
 
 def assert_same_bits(found: Outcome, planned: Outcome) -> None:
     for step, (one, two) in enumerate(zip(found.metrics, planned.metrics, strict=True)):
-        names = {name for name in one.keys() - TIMES if "_loss/" not in name}
-        assert {name: one[name] for name in names} == {name: two[name] for name in two.keys() - TIMES}
+        names = {name for name in one.keys() - METRICS.times if "_loss/" not in name}
+        assert {name: one[name] for name in names} == {name: two[name] for name in two.keys() - METRICS.times}
         mine, theirs = found.columns(step), planned.columns(step)
         assert mine.keys() - {"computed_logprobs"} == theirs.keys() - {"computed_logprobs"}
         for name in theirs:

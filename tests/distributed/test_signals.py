@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from flexrlhf.config.output_settings import LoggerSpec, MlflowSpec, TensorBoardSpec, WandbSpec
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.metrics import TIMES
+from flexrlhf.metrics import METRICS
 
 STEPS = 6
 
@@ -62,7 +62,7 @@ def stopped(processes: list[int]) -> Iterator[None]:
 
 def rows(directory: Path, name: str) -> list[dict[str, Any]]:
     lines = (directory / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if key not in METRICS.times} for line in lines]
 
 
 def assert_logged(directory: Path, name: str) -> None:

@@ -17,7 +17,8 @@ from emulator import emulate
 from random_runs import LONGEST, other_plan, plan_of, random_settings
 from symbolic import inference_version
 
-from flexrlhf.operators.outcomes import CODES, FROZEN, IN_FLIGHT, OUTCOMES
+from flexrlhf.metrics import Outcome
+from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
 from flexrlhf.strategies.schedule import ANEW, RunStart, checkpointed_models, rounds, walk_round
@@ -36,7 +37,7 @@ def length_of(row: Row) -> int:
 
 
 def outcome_of(row: Row) -> str:
-    return Random(f"outcome {row}").choice([name for name in OUTCOMES if name != FROZEN])
+    return Random(f"outcome {row}").choice([name for name in Outcome if name != Outcome.FROZEN])
 
 
 def group_of(plan: Plan, row: Row) -> list[Row]:
@@ -211,7 +212,7 @@ class EmulatedRun:
                 stalest = step - min(state.tokens[row])
                 assert stalest <= state.most_stale, f"a token of {row} is {stalest} batches old"
                 state.ended[row] = outcome_of(row)
-                keys.append(place * len(OUTCOMES) + CODES[state.ended[row]])
+                keys.append(place * len(Outcome) + Outcome(state.ended[row]).code)
         ends_batch = run.mini_batches.stop == self.shape.num_mini_batches
         for rank in run.ranks:
             self.ledgers[rank].add(outcomes_of(keys))
@@ -242,7 +243,7 @@ class EmulatedRun:
             assert all(len(values) == 1 for values in found.values()), f"ranks differ: {found}"
         state.account = merged_account(counts), {step: rows for report in carried for step, rows in report.items()}
         in_flight = {(taken, number) for taken, number in state.begun - state.ended.keys() if taken >= frozen}
-        rows = {FROZEN: frozen * shape.num_taken, IN_FLIGHT: len(in_flight)}
+        rows = {Outcome.FROZEN: frozen * shape.num_taken, RowAccount.IN_FLIGHT: len(in_flight)}
         assert state.account[0] == Counter(state.ended.values()) + Counter(rows)
         carried = sorted((taken, number) for taken, number in in_flight if taken < next_step)
         assert carried == sorted((int(taken), each) for taken, rows in state.account[1].items() for each in rows)

@@ -6,7 +6,7 @@ import torch
 
 from flexrlhf.engines.base import add_moments
 from flexrlhf.engines.optimizers import update_statistics
-from flexrlhf.metrics import evaluate, statistic_name
+from flexrlhf.metrics import METRICS
 
 RATE = torch.tensor([0.5], dtype=torch.float64)
 
@@ -14,8 +14,8 @@ RATE = torch.tensor([0.5], dtype=torch.float64)
 def test_an_overflow_counts_as_skipped_and_leaves_the_norm_of_the_others() -> None:
     total = update_statistics(RATE, torch.tensor(float("inf")), is_scaled=True, skipped=True)
     add_moments(total, update_statistics(RATE, torch.tensor(3.0), is_scaled=True, skipped=False))
-    named = {statistic_name("train_actor", name): tuple(value.tolist()) for name, value in total.items()}
-    row = evaluate(named)
+    named = {METRICS.statistic_name("train_actor", name): tuple(value.tolist()) for name, value in total.items()}
+    row = METRICS.evaluate(named)
     assert row == {"actor_grad_norm": 3.0, "actor_learning_rate": 0.5, "actor_skipped": 0.5}
 
 

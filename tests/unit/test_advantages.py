@@ -16,12 +16,12 @@ from flexrlhf.config.algorithms.grpo import RaftSpec
 from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.engines.base import Batch, Moments, add_moments
+from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.advantages import gae, ppo_advantages, reinforce_advantages, whiten
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.objectives.group_advantages import best_of_group, centre_in_groups
 from flexrlhf.objectives.reward_shaping import shape_rewards
-from flexrlhf.operators.outcomes import OUTCOMES
 from flexrlhf.trainer.controllers import first_state
 
 
@@ -285,6 +285,6 @@ def test_raft_trains_on_the_best_response_of_each_group() -> None:
     columns, _ = best_of_group(spec, batch, context_of(spec, batch))
     assert columns["loss_mask"].any(1).tolist() == [False, True, False, False, True, False]
     assert columns["advantages"].tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
-    assert [OUTCOMES[code] for code in columns["outcome"]] == [
+    assert [[*Outcome][code] for code in columns["outcome"]] == [
         *("not_best", "trained", "not_best", "invalid_score", "trained", "not_best")
     ]

@@ -21,7 +21,7 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import format_simulation
-from flexrlhf.metrics import EPISODE_FAILURES, FAILED_IN_A_ROW, Triple, evaluate
+from flexrlhf.metrics import EPISODE_FAILURES, FAILED_IN_A_ROW, METRICS, Triple
 from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.episodes import episodes
 from flexrlhf.objectives.reward_shaping import weighted_scores
@@ -205,7 +205,7 @@ def test_failures_are_counted_by_kind() -> None:
     _, statistics = episodes(settings, ended(rows), CombineContext([slice(0, len(rows))], Alone(), {}, step=0))
     found = {
         name: value * len(rows)
-        for name, value in evaluate(tuples(statistics)).items()
+        for name, value in METRICS.evaluate(tuples(statistics)).items()
         if name.startswith("episode_failed_")
     }
     # two further ones of loading, and one of a kind without a metric

@@ -14,7 +14,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.inputs import longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
-from flexrlhf.metrics import METRICS, is_better
+from flexrlhf.metrics import METRICS
 from flexrlhf.operators.graph import EVALUATION_METRICS, evaluation_metrics
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
@@ -310,7 +310,9 @@ def test_every_evaluation_tells_metrics_by_which_a_model_may_be_chosen(name: str
 
 
 def test_better_is_strictly_more_but_less_where_the_metric_says_so() -> None:
-    assert is_better("eval_reward_mean", 1.0, None)
-    assert is_better("eval_reward_mean", 1.1, 1.0) and not is_better("eval_reward_mean", 1.0, 1.0)
-    assert is_better("eval_nll", 0.9, 1.0) and not is_better("eval_nll", 1.1, 1.0)
-    assert not is_better("eval_nll", float("nan"), None)
+    assert METRICS.named("eval_reward_mean").is_better(1.0, None)
+    assert METRICS.named("eval_reward_mean").is_better(1.1, 1.0) and not METRICS.named("eval_reward_mean").is_better(
+        1.0, 1.0
+    )
+    assert METRICS.named("eval_nll").is_better(0.9, 1.0) and not METRICS.named("eval_nll").is_better(1.1, 1.0)
+    assert not METRICS.named("eval_nll").is_better(float("nan"), None)

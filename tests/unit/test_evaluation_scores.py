@@ -10,7 +10,7 @@ from replicas import Alone, batch_of
 
 from flexrlhf.config.data_settings import EvalSpec
 from flexrlhf.engines.base import Batch, add_moments
-from flexrlhf.metrics import evaluate
+from flexrlhf.metrics import METRICS
 from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.evaluation_metrics import evaluation_scores, pass_at_k
 
@@ -33,7 +33,7 @@ def metrics_of(
     batch = batch_of(scores=torch.tensor(scores), finished=torch.tensor(done, dtype=torch.uint8))
     batch = Batch(batch.columns, batch.rows, samples)
     statistics = evaluation_scores(settings, batch, CombineContext([], Alone()))[1]
-    return evaluate({name: tuple(value.tolist()) for name, value in statistics.items()})
+    return METRICS.evaluate({name: tuple(value.tolist()) for name, value in statistics.items()})
 
 
 def test_scores_by_hand() -> None:

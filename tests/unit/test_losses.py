@@ -18,13 +18,12 @@ from flexrlhf.config.algorithms.policy_sections import KlSpec, PtxSpec
 from flexrlhf.config.algorithms.ppo import AcShareSpec, PpoSpec
 from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, RewardSpec, SftSpec, SimpoSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_moments
-from flexrlhf.metrics import evaluate
+from flexrlhf.metrics import METRICS, Outcome
 from flexrlhf.objectives.functions import COMBINES, LOSSES
 from flexrlhf.objectives.kl_penalty import kl_estimate, kl_penalty
 from flexrlhf.objectives.losses import aggregate
 from flexrlhf.objectives.surrogates import importance_weights
 from flexrlhf.operators.graph import LOSSES as COMPARES
-from flexrlhf.operators.outcomes import CODES
 from flexrlhf.plan.old_logprobs import ON_POLICY as ON_POLICY_LOSSES
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
@@ -260,7 +259,7 @@ def test_truncated_responses_and_the_bonus_as_trl_has_them(how: LossAggregation)
     assert columns["loss_mask"].equal(mask.to(torch.uint8)) and columns["outcome"].tolist() == [
         0,
         0,
-        CODES["truncated"],
+        Outcome.TRUNCATED.code,
         0,
     ]
     generator = torch.Generator().manual_seed(0)
@@ -392,7 +391,7 @@ def test_the_effective_sample_size_by_hand(level: str, share: float) -> None:
     if level == "sequence":
         batch = sampled_with(torch.tensor([[1.0, 2.0], [4.0, 0.25]]), mask_of("11", "11"))
     totals = {name: tuple(total.tolist()) for name, total in corrected(level, batch)[1].items()}
-    assert evaluate(totals)["effective_sample_size"] == pytest.approx(share)
+    assert METRICS.evaluate(totals)["effective_sample_size"] == pytest.approx(share)
 
 
 # --- masks of the loss

@@ -14,7 +14,7 @@ from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.policy_sections import KlSpec, PtxSpec
 from flexrlhf.config.algorithms.ppo import AcShareSpec, PpoSpec
 from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, RewardSpec, SftSpec, SimpoSpec
-from flexrlhf.metrics import METRICS, Triple, add, evaluate, statistic_name
+from flexrlhf.metrics import METRICS, Triple
 from flexrlhf.objectives.functions import COMBINES, LOSSES
 
 SPECS = {
@@ -38,7 +38,7 @@ def moments(values: list[float]) -> Triple:
 
 
 def test_mean_and_standard_deviation() -> None:
-    row = evaluate({"reward": moments([1.0, 2.0, 6.0])})
+    row = METRICS.evaluate({"reward": moments([1.0, 2.0, 6.0])})
     assert set(row) == {"reward_mean", "reward_std"}
     assert row["reward_mean"] == pytest.approx(3.0)
     assert row["reward_std"] == pytest.approx(statistics.pstdev([1.0, 2.0, 6.0]))
@@ -49,17 +49,17 @@ def test_a_metric_does_not_depend_on_how_its_rows_are_split() -> None:
     values = [draw.gauss(3, 2) for _ in range(50)]
     total: dict[str, Triple] = {}
     for part in (values[:7], [], values[7:30], values[30:]):
-        add(total, {"reward": moments(part)})
-    assert evaluate(total) == pytest.approx(evaluate({"reward": moments(values)}))
+        METRICS.add(total, {"reward": moments(part)})
+    assert METRICS.evaluate(total) == pytest.approx(METRICS.evaluate({"reward": moments(values)}))
 
 
 def test_statistics_without_rows_give_no_metric() -> None:
-    assert evaluate({"reward": (0.0, 0.0, 0.0)}) == {}
-    assert evaluate({}) == {}
+    assert METRICS.evaluate({"reward": (0.0, 0.0, 0.0)}) == {}
+    assert METRICS.evaluate({}) == {}
 
 
 def test_a_constant_has_no_negative_variance() -> None:
-    assert evaluate({"reward": moments([0.1] * 1000)})["reward_std"] == pytest.approx(0.0, abs=1e-6)
+    assert METRICS.evaluate({"reward": moments([0.1] * 1000)})["reward_std"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_names_are_unique_and_defined() -> None:
@@ -74,7 +74,7 @@ def test_a_loss_reports_defined_statistics_only() -> None:
     corrected = ("policy_loss", PpoSpec(importance=ImportanceSpec()))
     for name, spec in (*SPECS.items(), corrected):
         for statistic in LOSSES[name](spec).statistics:
-            assert statistic_name("train_actor", statistic) == statistic
+            assert METRICS.statistic_name("train_actor", statistic) == statistic
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_statistics_of_an_experience_are_defined(settings: dict[str, Any]) -> No
     reported = COMBINES["ppo_advantages"](spec, batch, context_of(spec, batch))[1]
     assert {"reward", "score_invalid", "advantage", "return"} <= set(reported)
     for statistic in reported:
-        assert statistic_name("advantages", statistic) == statistic
+        assert METRICS.statistic_name("advantages", statistic) == statistic
 
 
 def test_a_sum_is_no_mean() -> None:
     """Two engines report 3 and 5 responses."""
-    assert evaluate({"rollout_requests": moments([3.0, 5.0])}) == {"rollout_requests": 8.0}
+    assert METRICS.evaluate({"rollout_requests": moments([3.0, 5.0])}) == {"rollout_requests": 8.0}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_sum_is_no_mean() -> None:
 )
 def test_the_effective_share_of_weighted_samples(weights: list[float], share: float) -> None:
     """Kong 1992: (sum of weights)^2 / sum of squares is a number of samples."""
-    row = evaluate({"importance_weight": moments(weights)})
+    row = METRICS.evaluate({"importance_weight": moments(weights)})
     assert set(row) == {"importance_weight", "effective_sample_size"}
     assert row["effective_sample_size"] == pytest.approx(share)
 
@@ -107,16 +107,18 @@ def test_the_effective_share_of_weighted_samples(weights: list[float], share: fl
 def test_what_the_gate_found_is_a_mean() -> None:
     total: dict[str, Triple] = {}
     for _ in range(2):
-        add(total, {"parity_mean": moments([0.25]), "parity_max": moments([2.0])})
-    assert evaluate(total) == {"parity_mean": 0.25, "parity_max": 2.0}
+        METRICS.add(total, {"parity_mean": moments([0.25]), "parity_max": moments([2.0])})
+    assert METRICS.evaluate(total) == {"parity_mean": 0.25, "parity_max": 2.0}
 
 
 def test_a_maximum_is_the_largest_of_all_chunks_and_a_share_of_nothing_is_left_out() -> None:
     """Two ranks report the maximum of their group for each chunk; a chunk without tokens has none."""
     total: dict[str, Triple] = {}
     for largest in ([2.0, 2.0], [5.0, 5.0], [], [3.0, 3.0]):
-        add(total, {"staleness_max": moments(largest), "staleness_2": moments([1.0, 0.0]), "staleness_3": (2.0, 0, 0)})
-    assert evaluate(total) == {"staleness_max": 5.0, "staleness_2": 0.5}
+        METRICS.add(
+            total, {"staleness_max": moments(largest), "staleness_2": moments([1.0, 0.0]), "staleness_3": (2.0, 0, 0)}
+        )
+    assert METRICS.evaluate(total) == {"staleness_max": 5.0, "staleness_2": 0.5}
 
 
 def test_every_kind_of_metric_is_used() -> None:
@@ -124,10 +126,10 @@ def test_every_kind_of_metric_is_used() -> None:
 
 
 def test_train_operators_put_their_name_before_what_all_of_them_report() -> None:
-    assert statistic_name("train_critic", "grad_norm") == "train_critic/grad_norm"
+    assert METRICS.statistic_name("train_critic", "grad_norm") == "train_critic/grad_norm"
 
 
 def test_a_statistic_without_definition_is_its_mean_under_the_name_of_its_operator() -> None:
-    name = statistic_name("advantages", "disagreement")
-    assert evaluate({name: (4.0, 6.0, 10.0)}) == {"advantages/disagreement": 1.5}
-    assert evaluate({name: (0.0, 0.0, 0.0)}) == {}
+    name = METRICS.statistic_name("advantages", "disagreement")
+    assert METRICS.evaluate({name: (4.0, 6.0, 10.0)}) == {"advantages/disagreement": 1.5}
+    assert METRICS.evaluate({name: (0.0, 0.0, 0.0)}) == {}

@@ -15,7 +15,7 @@ from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, Si
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.errors import UserError
-from flexrlhf.metrics import evaluate
+from flexrlhf.metrics import METRICS
 from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES
 
@@ -48,7 +48,7 @@ def loss_of(spec: Any, function: str, point: float = 0.0) -> tuple[float, dict[s
     """The loss of both pairs as one mini-batch, and its metrics."""
     columns = {"response_mask": MASK, "ref_logprobs": REFERENCE, "reference_point": torch.full((4,), point)}
     loss, statistics = LOSSES[function](spec).function(Outputs(POLICY), batch_of(2, **columns), Totals(13, 4, 2))
-    return float(loss), evaluate({name: tuple(each.tolist()) for name, each in statistics.items()})
+    return float(loss), METRICS.evaluate({name: tuple(each.tolist()) for name, each in statistics.items()})
 
 
 def pairs(numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,11 +17,10 @@ from flexrlhf.config.algorithms.grpo import GrpoSpec
 from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.engines.base import Batch, Outputs, Totals
-from flexrlhf.metrics import evaluate
+from flexrlhf.metrics import METRICS, Outcome
 from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages
 from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.objectives.losses import policy_loss, value_loss
-from flexrlhf.operators.outcomes import OUTCOMES
 
 ENGINES = ("verl", "openrlhf", "trl", "deepspeed-chat", "safe-rlhf")
 
@@ -158,9 +157,11 @@ def test_groups_are_filtered_by_their_raw_scores() -> None:
     batch = Batch(batch.columns, batch.rows, 2)
     columns, statistics = group_advantages(spec, batch, context_of(spec, batch))
     assert columns["loss_mask"].any(1).tolist() == [False, False, True, True]
-    assert [OUTCOMES[code] for code in columns["outcome"]] == ["alike", "alike", "trained", "trained"]
+    assert [[*Outcome][code] for code in columns["outcome"]] == ["alike", "alike", "trained", "trained"]
     # 3 tokens a response that is kept, 25 / 4 a response in all
-    assert evaluate({name: tuple(sums.tolist()) for name, sums in statistics.items()})["kept_length_ratio"] == 0.48
+    assert (
+        METRICS.evaluate({name: tuple(sums.tolist()) for name, sums in statistics.items()})["kept_length_ratio"] == 0.48
+    )
 
 
 def test_groups_beyond_the_share_and_responses_without_a_score_have_their_reasons() -> None:
@@ -172,7 +173,7 @@ def test_groups_beyond_the_share_and_responses_without_a_score_have_their_reason
     columns, _ = group_advantages(spec, batch, context_of(spec, batch))
     # a response that is compared with no other is in a group whose scores are all the same
     expected = ["trained", "trained", "invalid_score", "alike", "trained", "trained", "surplus", "surplus"]
-    assert [OUTCOMES[code] for code in columns["outcome"]] == expected
+    assert [[*Outcome][code] for code in columns["outcome"]] == expected
 
 
 def test_a_group_baseline_is_discounted_as_the_score_is() -> None:

@@ -18,11 +18,11 @@ from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.errors import RunStopped
-from flexrlhf.metrics import Triple
+from flexrlhf.metrics import Outcome, Triple
 from flexrlhf.objectives.advantages import ppo_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.reward_shaping import last_positions, shape_rewards, weighted_scores
-from flexrlhf.operators.outcomes import CODES, EPISODE_STATES
+from flexrlhf.operators.outcomes import EPISODE_STATES
 from flexrlhf.trainer.controllers import first_state, next_state
 
 
@@ -201,7 +201,7 @@ def test_truncated_responses_may_be_left_out() -> None:
     assert columns["loss_mask"].tolist() == [[1, 1], [0, 0], [1, 0]]
     assert columns["loss_mask"].dtype == torch.uint8
     assert columns["advantages"][1].tolist() == columns["returns"][1].tolist() == [0.0, 0.0]
-    assert columns["outcome"].tolist() == [0, CODES["truncated"], 0]
+    assert columns["outcome"].tolist() == [0, Outcome.TRUNCATED.code, 0]
     assert sums["shaped_score"].tolist()[:2] == [2.0, 8.0]
     assert sums["reward"].tolist()[:2] == [3.0, 12.0], "the mean of raw scores includes all of them"
     assert sums["kl"].tolist()[0] == 2.0
@@ -297,7 +297,7 @@ def test_a_response_without_a_score_changes_nothing_of_the_others(wrong: float, 
     state = {"score_count": 5.0, "score_mean": 0.3, "score_deviation": 1.7}
     found, sums = advantages_of(spec, batch, **state)
     expected, its_sums = advantages_of(spec, without, **state)
-    assert found.pop("outcome").tolist() == [CODES["invalid_score"] if row in left_out else 0 for row in range(12)]
+    assert found.pop("outcome").tolist() == [Outcome.INVALID_SCORE.code if row in left_out else 0 for row in range(12)]
     assert not expected.pop("outcome").any()
     for name, column in expected.items():
         assert torch.allclose(found[name][kept].float(), column.float(), atol=1e-6), name
@@ -457,10 +457,10 @@ def test_an_episode_that_failed_is_not_counted_whatever_the_rule_for_scores() ->
     batch = scored_batch(mask_of("1101", "0000", "1100", "1111"), [math.nan, math.nan, 1.0, 3.0], [0, 0, 1, 1])
     batch = batch.with_columns({"episode": torch.tensor([failed, failed, ended, ended], dtype=torch.uint8)})
     columns, statistics = advantages_of(PpoSpec(invalid_scores="stop", whiten="none", kl=None), batch)
-    assert columns["outcome"].tolist() == [CODES["failed_episode"]] * 2 + [0, 0]
+    assert columns["outcome"].tolist() == [Outcome.FAILED_EPISODE.code] * 2 + [0, 0]
     assert columns["loss_mask"].sum(1).tolist() == [0, 0, 2, 4]
     assert columns["advantages"].isfinite().all()
     assert statistics["reward"][:2].tolist() == [2, 4] and statistics["score_invalid"][1] == 0
     invalid = batch.with_columns({"scores": torch.tensor([math.nan, 0.0, math.nan, 3.0])})
     codes = advantages_of(PpoSpec(), invalid)[0]["outcome"].tolist()
-    assert codes == [*[CODES["failed_episode"]] * 2, CODES["invalid_score"], 0]
+    assert codes == [*[Outcome.FAILED_EPISODE.code] * 2, Outcome.INVALID_SCORE.code, 0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from small_runs import plan_of, spec_of
 
-from flexrlhf.metrics import METRICS
-from flexrlhf.operators.outcomes import CODES, OUTCOMES, account, account_text, row_metric
+from flexrlhf.metrics import METRICS, Outcome
+from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.trainer.row_ledger import RowLedger, outcomes_of
 
 
@@ -67,12 +67,12 @@ def test_rows_of_frozen_steps_and_in_flight_are_part_of_the_account() -> None:
 
 
 def test_outcomes_follow_from_keys_of_all_ranks() -> None:
-    keys = [row * len(OUTCOMES) + CODES[name] for row, name in ((5, "alike"), (1, "trained"), (0, "alike"))]
+    keys = [row * len(Outcome) + Outcome(name).code for row, name in ((5, "alike"), (1, "trained"), (0, "alike"))]
     assert outcomes_of(keys) == {"alike": [0, 5], "trained": [1]}
 
 
 def test_every_outcome_has_a_metric() -> None:
-    assert {row_metric(name) for name in OUTCOMES} <= {metric.name for metric in METRICS}
+    assert {*RowAccount.METRICS.values()} <= {metric.name for metric in METRICS}
 
 
 def test_the_training_of_the_first_role_accounts_for_rows() -> None:
@@ -85,7 +85,7 @@ def test_the_training_of_the_first_role_accounts_for_rows() -> None:
 def test_an_account_in_words() -> None:
     rows = [{"rows_trained": 40.0, "rows_alike": 8.0, "rows_in_flight": 64.0}, {"rows_trained": 1000.0}]
     rows[1] |= {"rows_surplus": 2.0, "rows_invalid_score": 1.0, "rows_in_flight": 8.0}
-    assert account_text(account(rows)) == (
+    assert str(RowAccount.of(rows)) == (
         "1,059 taken = 1,040 trained + 8 filtered (8 alike) + 3 not counted (2 surplus, 1 invalid score) + 8 in flight"
     )
-    assert account([{"step": 0}]) == account([]) == {}
+    assert RowAccount.of([{"step": 0}]).counts == RowAccount.of([]).counts == {}

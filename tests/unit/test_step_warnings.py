@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from flexrlhf.metrics import evaluate
+from flexrlhf.metrics import METRICS
 from flexrlhf.trainer.step_warnings import LEAST, RareWarnings, StepWarnings
 
 Rows = list[dict[str, float]]
@@ -81,7 +81,7 @@ def test_small_losses_in_nats_may_jump(capsys: pytest.CaptureFixture[str]) -> No
 def scored(*scores: float, steps: int = 1, **further: float) -> Rows:
     """Rows of metrics of steps with these scores, computed as a run computes them."""
     total = (float(len(scores)), math.fsum(scores), math.fsum(score * score for score in scores))
-    return [{**evaluate({"reward": total}), **further} for _ in range(steps)]
+    return [{**METRICS.evaluate({"reward": total}), **further} for _ in range(steps)]
 
 
 @pytest.mark.parametrize("score", [0.0, -0.1, 1 / 3, 1e6])

@@ -16,7 +16,7 @@ from flexrlhf.config.algorithms.grpo import GrpoSpec
 from flexrlhf.config.reward_sources import FunctionSource, RuleSource
 from flexrlhf.engines.base import Batch
 from flexrlhf.errors import UserError
-from flexrlhf.metrics import evaluate
+from flexrlhf.metrics import METRICS
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.operators.graph import Graph
 from flexrlhf.plan.algorithm_graph import make_graph
@@ -127,7 +127,7 @@ def compared(
     batch = scored_batch(mask, totals, token_scores=step_scores, step_ends=ends)
     batch = Batch(batch.columns, batch.rows, 2)
     columns, statistics = COMBINES["group_advantages"](spec, batch, context_of(spec, batch))
-    return columns["advantages"], evaluate({name: tuple(each.tolist()) for name, each in statistics.items()})
+    return columns["advantages"], METRICS.evaluate({name: tuple(each.tolist()) for name, each in statistics.items()})
 
 
 SCORES = torch.tensor([[0.0, 1.0, 0.0, 3.0], [0.0, 0.0, 2.0, 0.0]])

@@ -16,7 +16,7 @@ from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.errors import UserError
-from flexrlhf.metrics import evaluate
+from flexrlhf.metrics import METRICS
 from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES
 from flexrlhf.objectives.surrogates import importance_weights, staleness
@@ -43,7 +43,11 @@ def loss_of(spec: Any, **columns: Tensor) -> tuple[float, Tensor, dict[str, floa
     loss, statistics = LOSSES["policy_loss"](spec).function(Outputs(new, torch.zeros(4, 6)), batch, TOTALS)
     loss.backward()
     assert new.grad is not None
-    return float(loss.detach()), new.grad, evaluate({name: tuple(each.tolist()) for name, each in statistics.items()})
+    return (
+        float(loss.detach()),
+        new.grad,
+        METRICS.evaluate({name: tuple(each.tolist()) for name, each in statistics.items()}),
+    )
 
 
 def expected_of(losses_of: Any) -> tuple[float, Tensor]:
@@ -212,9 +216,9 @@ def test_rejection_as_verl_has_it(level: Any, kept: list[str]) -> None:
     columns, statistics = COMBINES["rejection"](spec, batch, CombineContext([slice(0, 3)], Alone()))
     assert columns["kept_mask"].equal(mask_of(*kept))
     share = 1 - float(columns["kept_mask"].sum()) / 8
-    assert evaluate({"importance_rejected": tuple(statistics["importance_rejected"].tolist())}) == pytest.approx(
-        {"importance_rejected": share}
-    )
+    assert METRICS.evaluate(
+        {"importance_rejected": tuple(statistics["importance_rejected"].tolist())}
+    ) == pytest.approx({"importance_rejected": share})
 
 
 def test_what_is_rejected_is_in_no_denominator() -> None:
@@ -260,14 +264,14 @@ def test_tokens_of_versions_that_are_too_old_are_left_out() -> None:
         spec = PpoSpec(importance=ImportanceSpec.model_validate(settings))
         columns, statistics = COMBINES["rejection"](spec, batch, context)
         assert columns["kept_mask"].equal(mask_of(*kept)), settings
-        assert evaluate({"staleness_dropped": tuple(statistics["staleness_dropped"].tolist())}) == {
+        assert METRICS.evaluate({"staleness_dropped": tuple(statistics["staleness_dropped"].tolist())}) == {
             "staleness_dropped": dropped
         }
         assert ("importance_rejected" in statistics) == ("reject" in settings)
 
 
 def described(statistics: dict[str, Tensor]) -> dict[str, float]:
-    return evaluate({name: tuple(value.tolist()) for name, value in statistics.items()})
+    return METRICS.evaluate({name: tuple(value.tolist()) for name, value in statistics.items()})
 
 
 def test_the_staleness_of_the_tokens_that_are_trained_on_by_hand() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flexrlhf.cli import app
 from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.metrics import METRICS, ROW_ENTRIES
+from flexrlhf.metrics import METRICS
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.recorded_columns import RecordedColumn
 from flexrlhf.verify.comparison import _column as compare_column
@@ -171,7 +171,7 @@ def test_limits_rise_with_the_rounding() -> None:
 
 
 def test_every_metric_that_is_treated_apart_exists() -> None:
-    names = {metric.name for metric in METRICS} | {*ROW_ENTRIES}
+    names = {metric.name for metric in METRICS} | {*METRICS.definitions}
     assert names >= COUNTED | THRESHOLDS | IN_NATS | NOT_COMPARED
     assert not COUNTED & THRESHOLDS
 

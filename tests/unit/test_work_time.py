@@ -10,7 +10,7 @@ import torch.distributed as dist
 from small_runs import plan_of
 
 from flexrlhf.comm.world import World
-from flexrlhf.metrics import METRICS, evaluate
+from flexrlhf.metrics import METRICS
 from flexrlhf.strategies.instructions import Instruction
 from flexrlhf.timeline import Span, Timeline
 from flexrlhf.trainer.work_time import KINDS, WorkClock, WorkTime, counter_of, time_statistics
@@ -70,15 +70,15 @@ def test_rank_0_reads_the_shares_of_all_ranks_since_the_last_row() -> None:
     work = ranks[0].since_last()
     assert work["generate"] == pytest.approx(4.0) and work["wait"] == pytest.approx(2.0)
     assert set(ranks[0].since_last().values()) == {0.0}
-    row = evaluate(time_statistics(work, 4.0, 8, {"response_length": (8.0, 40.0, 0.0)}))
+    row = METRICS.evaluate(time_statistics(work, 4.0, 8, {"response_length": (8.0, 40.0, 0.0)}))
     assert row["time_generate"] == pytest.approx(2 / 3) and row["time_wait"] == pytest.approx(1 / 3)
     assert sum(value for name, value in row.items() if name.startswith("time_")) == pytest.approx(1.0)
     assert (row["samples_per_second"], row["tokens_per_second"]) == (2.0, 10.0)
 
 
 def test_tokens_are_those_of_responses_or_trained_on() -> None:
-    assert evaluate(time_statistics({}, 2.0, 4, {"nll": (30.0, 1.0, 1.0)})) == {
+    assert METRICS.evaluate(time_statistics({}, 2.0, 4, {"nll": (30.0, 1.0, 1.0)})) == {
         "samples_per_second": 2.0,
         "tokens_per_second": 15.0,
     }
-    assert "tokens_per_second" not in evaluate(time_statistics({}, 2.0, 4, {}))
+    assert "tokens_per_second" not in METRICS.evaluate(time_statistics({}, 2.0, 4, {}))
