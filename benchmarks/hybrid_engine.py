@@ -37,7 +37,7 @@ from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Run, Sync
-from flexrlhf.timeline import Span, read_trace
+from flexrlhf.timeline import Span, Trace
 from flexrlhf.weights.shapes import count_elements
 
 Raw = dict[str, Any]
@@ -182,7 +182,7 @@ def run(config: Path) -> Result:
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     plan = make_plan(load_spec(config))
     directory = plan.spec.directory
-    spans = read_trace(directory / "timeline.json")
+    spans = Trace.read(directory / "timeline.json").spans
     facts = json.loads((directory / "timeline.json").read_text())["otherData"]
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [_step(plan, [span for span in spans if span.step == number]) for number in range(1, plan.spec.steps)]

@@ -29,7 +29,7 @@ from benchmarks.thin_link import MODEL, ROLES, write_inputs
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.simulation.compare import WARM_UP_STEPS, step_seconds
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.timeline import read_trace
+from flexrlhf.timeline import Trace
 
 ROWS, STEPS, PORT = 24, 3, 29511
 PERIOD_US = 100_000
@@ -145,7 +145,7 @@ def measure(directory: Path, name: str, speeds: tuple[Fraction, Fraction], group
     config = write_config(directory, name, speeds)
     together(["run", str(config)], directory, group)
     plan = make_plan(load_spec(config))
-    spans = read_trace(plan.spec.directory / "timeline.json")
+    spans = Trace.read(plan.spec.directory / "timeline.json").spans
     seconds = step_seconds(spans, range(WARM_UP_STEPS, WARM_UP_STEPS + STEPS))
     shares = plan.placement["actor"].layout.row_shares or (Fraction(1), Fraction(1))
     slow = round(ROWS * shares[1] / sum(shares))

@@ -34,7 +34,7 @@ from flexrlhf.guideline.simulation.compare import WARM_UP_STEPS, step_seconds
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.node_traffic import sent_bytes
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.timeline import Span, read_trace
+from flexrlhf.timeline import Span, Trace
 
 Raw = dict[str, Any]
 PORT = 29500
@@ -183,7 +183,7 @@ def run(link: Link, config: Path, steps: int) -> tuple[list[Span], tuple[float, 
         for job in jobs:
             job.terminate()
     sent = tuple((last - first) / steps / 1e6 for first, last in zip(*counts, strict=True))
-    return read_trace(load_spec(config).directory / "timeline.json"), (sent[0], sent[1])
+    return Trace.read(load_spec(config).directory / "timeline.json").spans, (sent[0], sent[1])
 
 
 def measure(link: Link, config: Path, profile: Path, steps: int, mbit_s: float, free: Path | None) -> Result:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from pydantic import TypeAdapter
+
+MOST = 2**53
+"""Number up to which a float is exact."""
 
 
 @dataclass
@@ -48,6 +51,19 @@ class Span:
         """Start now: the columns have arrived, and the time until now was waiting."""
         now = time.time()
         self.waited, self.start = now - self.start, now
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the values have their types, and the times are finite."""
+        counts = (self.rank, self.step, self.chunk or 0, self.bytes_sent or 0, self.peak_bytes or 0)
+        times = (self.start, self.end, self.waited)
+        return (
+            isinstance(self.kind, str)
+            and isinstance(self.label, str)
+            and all(isinstance(each, int) and abs(each) <= MOST for each in counts)
+            and all(isinstance(each, int | float) and abs(each) <= MOST for each in times)
+            and self.rank >= 0
+        )
 
 
 SPANS = TypeAdapter(list[Span])
@@ -159,23 +175,46 @@ def saved_spans(folder: Path) -> Iterator[Span]:
             yield from SPANS.validate_json(json.loads(line)["spans"])
 
 
-def write_trace(path: Path, spans: Iterable[Span], facts: dict[str, Any], ranks: int | None = None) -> None:
-    """Write a Chrome trace; ``facts`` (weights of each rank, device classes) go to ``otherData``.
+@dataclass(frozen=True)
+class Trace:
+    """Chrome trace of a run's instructions.
 
-    ``ranks``: rows from this one on are of environments; None: none are.
+    spans:  of all ranks; those of a file are in seconds from the first one's start
+    facts:  weights of each rank, device classes, ...: its ``otherData``
+    ranks:  rows from this one on are of environments; None: none are
     """
-    spans = sorted(spans, key=lambda span: (span.start, span.rank))
-    origin = spans[0].start if spans else 0.0
-    events = [_event(span, origin) for span in spans]
-    names = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": _row_name(rank, ranks)}}
-        for rank in sorted({span.rank for span in spans})
-    ]
-    path.write_text(json.dumps({"traceEvents": names + events, "otherData": facts}))
 
+    spans: Sequence[Span]
+    facts: dict[str, Any]
+    ranks: int | None = None
 
-def _row_name(rank: int, ranks: int | None) -> str:
-    return f"rank {rank}" if ranks is None or rank < ranks else f"environments {rank - ranks}"
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the trace of a file. Raises ValueError or another error for other files."""
+        return cls.of_json(json.loads(path.read_text()))
+
+    @classmethod
+    def of_json(cls, trace: Any) -> Self:
+        """Return the trace of a file's content. Raises ValueError or another error for other values."""
+        spans = [_read(event) for event in trace["traceEvents"] if event["ph"] == "X"]
+        damaged = next((span for span in spans if not span.is_sound), None)
+        if damaged is not None:
+            raise ValueError(f"a span with other values: {damaged}")
+        return cls(spans, trace.get("otherData", {}))
+
+    def write(self, path: Path) -> None:
+        """Write the trace to a file."""
+        spans = sorted(self.spans, key=lambda span: (span.start, span.rank))
+        origin = spans[0].start if spans else 0.0
+        events = [_event(span, origin) for span in spans]
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": self._row_name(rank)}}
+            for rank in sorted({span.rank for span in spans})
+        ]
+        path.write_text(json.dumps({"traceEvents": names + events, "otherData": self.facts}))
+
+    def _row_name(self, rank: int) -> str:
+        return f"rank {rank}" if self.ranks is None or rank < self.ranks else f"environments {rank - self.ranks}"
 
 
 def _event(span: Span, origin: float) -> dict[str, Any]:
@@ -197,37 +236,6 @@ def _event(span: Span, origin: float) -> dict[str, Any]:
         "dur": round((span.end - span.start) * 1e6),
         "args": {"step": span.step, **{key: value for key, value in optional.items() if value is not None}},
     }
-
-
-def read_trace(path: Path) -> list[Span]:
-    """Return the spans of a file of ``write_trace``, in seconds from the first one's start."""
-    return spans_of(json.loads(path.read_text()))
-
-
-def spans_of(trace: Any) -> list[Span]:
-    """Return the spans of what ``write_trace`` has written. Raises ValueError or another error for other values."""
-    spans = [_read(event) for event in trace["traceEvents"] if event["ph"] == "X"]
-    damaged = next((span for span in spans if not is_sound(span)), None)
-    if damaged is not None:
-        raise ValueError(f"a span with other values: {damaged}")
-    return spans
-
-
-MOST = 2**53
-"""Number up to which a float is exact."""
-
-
-def is_sound(span: Span) -> bool:
-    """Whether the values of a span have their types, and its times are finite."""
-    counts = (span.rank, span.step, span.chunk or 0, span.bytes_sent or 0, span.peak_bytes or 0)
-    times = (span.start, span.end, span.waited)
-    return (
-        isinstance(span.kind, str)
-        and isinstance(span.label, str)
-        and all(isinstance(each, int) and abs(each) <= MOST for each in counts)
-        and all(isinstance(each, int | float) and abs(each) <= MOST for each in times)
-        and span.rank >= 0
-    )
 
 
 def _read(event: dict[str, Any]) -> Span:

@@ -28,7 +28,7 @@ from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.lengths import expected_lengths
 from flexrlhf.guideline.simulation.variants import Variant, Variants
-from flexrlhf.timeline import read_trace
+from flexrlhf.timeline import Trace
 
 Raw = dict[str, Any]
 PROMPT, LONGEST = 16, 195
@@ -132,7 +132,7 @@ def measure(config: Path, way: Way, steps: int) -> float:
     directory = load_spec(config).directory
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     ends = {step: 0.0 for step in range(len(rows))}
-    for span in read_trace(directory / "timeline.json"):
+    for span in Trace.read(directory / "timeline.json").spans:
         if span.kind == "run" and span.label.startswith("train_actor"):
             ends[span.step] = max(ends[span.step], span.end)
     first, last = way.fill - 1, way.fill - 1 + steps

@@ -20,7 +20,7 @@ from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.timeline import Span, read_trace
+from flexrlhf.timeline import Span, Trace
 
 STAGE = "speed"
 LONG = "long"
@@ -113,7 +113,7 @@ def _measured(
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][1:]
     lengths = [step["response_length"] for step in steps]
     sequences = StepRows(plan.batch.num_rows, plan.lengths.prompt, sum(lengths) / len(lengths))
-    spans = [span for span in read_trace(directory / "timeline.json") if span.step in range(1, plan.spec.steps)]
+    spans = [span for span in Trace.read(directory / "timeline.json").spans if span.step in range(1, plan.spec.steps)]
     models = {model.role: _shape(plan, model) for model in plan.placement.models}
     size = f"{algorithm.upper()}, {models['actor'].parameters / 1e6:.0f} M, {plan.model('actor').dtype}"
     seconds = _seconds(plan, spans, len(steps))

@@ -21,7 +21,7 @@ from flexrlhf.runs.flight_log import ENDED, FAILURE, FLIGHT, TERMINATED, TIMELIN
 from flexrlhf.runs.run_directory import LOCK, STATUS, read_status
 from flexrlhf.strategies.calls import CALLS
 from flexrlhf.text import counted, shortened
-from flexrlhf.timeline import Span, is_sound, spans_of
+from flexrlhf.timeline import Span, Trace
 
 CONFIG, PLAN, METRICS, SAMPLES, TRACE = "config.yaml", "plan.txt", "metrics.jsonl", "samples.jsonl", "timeline.json"
 REPLANS = "replans.jsonl"
@@ -186,7 +186,7 @@ def _read_timeline(files: FileReader) -> tuple[tuple[Span, ...], Row]:
         files.damaged(
             f"the logs in {directory / TIMELINE} cannot be read ({type(error).__name__}: {one_line(str(error))})"
         )
-    sound = tuple(span for span in spans if is_sound(span))
+    sound = tuple(span for span in spans if span.is_sound)
     if len(sound) < len(spans):
         files.damaged(f"{counted(len(spans) - len(sound), 'damaged span')} in the logs of {directory}")
     if not spans:
@@ -196,7 +196,7 @@ def _read_timeline(files: FileReader) -> tuple[tuple[Span, ...], Row]:
 
 def _read_trace(path: Path) -> tuple[tuple[Span, ...], Row]:
     trace = read_json(path.read_bytes())
-    return tuple(spans_of(trace)), FACTS.validate_python(trace["otherData"])
+    return tuple(Trace.of_json(trace).spans), FACTS.validate_python(trace["otherData"])
 
 
 def _progress(files: FileReader, rows: MetricTable) -> tuple[RunState, int, int | None]:

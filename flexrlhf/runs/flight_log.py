@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flexrlhf.timeline import Span, saved_spans, write_trace
+from flexrlhf.timeline import Span, Trace, saved_spans
 
 FLIGHT, FAILURE, TIMELINE = "flight", "failure", "timeline"
 ENDED = "ended by the launcher"
@@ -170,7 +170,7 @@ def write_partial_timeline(directory: Path) -> None:
     # a file that is cut off by a full disk is no reason to end without the cause
     with suppress(OSError, json.JSONDecodeError):
         flights, spans = _all_spans(directory)
-        write_trace(temporary, spans, {"failed": True, "ranks": [flight.header for flight in flights]})
+        Trace(spans, {"failed": True, "ranks": [flight.header for flight in flights]}).write(temporary)
         temporary.replace(directory / "timeline.json")
 
 

@@ -23,7 +23,7 @@ from flexrlhf.runs.run_directory import METRICS as METRICS_FILE
 from flexrlhf.runs.run_directory import RowWriter
 from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.text import span_of
-from flexrlhf.timeline import KEPT_STEPS, SPANS, Timeline, saved_spans, write_trace
+from flexrlhf.timeline import KEPT_STEPS, SPANS, Timeline, Trace, saved_spans
 from flexrlhf.trainer.column_files import record_statistics
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
@@ -208,7 +208,7 @@ class ResultsWriter(Observer):
             "host_copies": {rank: found["copies"] for rank, found in memory.items()},
         }
         first = max((span.step for span in spans), default=0) - KEPT_STEPS
-        write_trace(self._directory / "timeline.json", [span for span in spans if span.step > first], facts)
+        Trace([span for span in spans if span.step > first], facts).write(self._directory / "timeline.json")
 
 
 def open_results(rank: RankContext, start: RunStart, steps: Steps | None) -> ResultsWriter:

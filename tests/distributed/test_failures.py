@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import METRICS
 from flexrlhf.runs.run_directory import read_lines
-from flexrlhf.timeline import read_trace
+from flexrlhf.timeline import Trace
 
 LAST_RANK = 1
 
@@ -93,7 +93,7 @@ def assert_recorded(directory: Path, way: str) -> None:
     else:
         # it may be woken before it is ended, and then explains itself
         assert any(each in records[1]["reason"] for each in ("ended by", "the deadline of", "has not responded"))
-    spans = read_trace(directory / "timeline.json")
+    spans = Trace.read(directory / "timeline.json").spans
     assert {span.rank for span in spans} == {0, 1} and {span.step for span in spans} >= {0, 1}
 
 

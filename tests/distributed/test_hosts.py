@@ -17,7 +17,7 @@ from commands import children, is_alive, read_until
 
 from benchmarks.two_hosts import Link, can_link, linked_hosts
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.timeline import read_trace
+from flexrlhf.timeline import Trace
 
 PORT = 29500
 pytestmark = [
@@ -90,7 +90,7 @@ def test_a_link_that_is_gone_ends_both_hosts(way: str, link: Link, config: Path,
     assert len(ranks) == 4 and not any(map(is_alive, ranks))
     records = sorted(path.name for path in (tmp_path / "runs" / "endless" / "failure").iterdir())
     assert records == [f"rank-{rank}.json" for rank in range(4)]
-    assert {span.rank for span in read_trace(tmp_path / "runs" / "endless" / "timeline.json")} == set(range(4))
+    assert {span.rank for span in Trace.read(tmp_path / "runs" / "endless" / "timeline.json").spans} == set(range(4))
 
 
 def test_a_link_that_is_down_for_a_while_costs_nothing(link: Link, config: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from toys import copying, write_toys
 
 from flexrlhf.report.command import write_report
 from flexrlhf.runs.run_directory import read_facts, read_lines
-from flexrlhf.timeline import read_trace
+from flexrlhf.timeline import Trace
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -140,7 +140,7 @@ def test_curves_have_the_points_of_both_runs(desktop: Visit, runs: list[Path]) -
 
 def test_timelines_have_a_bar_for_each_instruction(desktop: Visit, runs: list[Path]) -> None:
     for number, directory in enumerate(runs):
-        ranks = {span.rank for span in read_trace(directory / "timeline.json")}
+        ranks = {span.rank for span in Trace.read(directory / "timeline.json").spans}
         assert desktop.labels(f"timeline-{number}") == [f"rank {rank}" for rank in sorted(ranks)]
         names = {trace["name"] for trace in desktop.traces(f"timeline-{number}")}
         assert {"generate", "train_actor", "train_critic"} <= names

@@ -31,7 +31,7 @@ from flexrlhf.runs.flight_log import (
     write_partial_timeline,
     write_record,
 )
-from flexrlhf.timeline import Span, read_trace
+from flexrlhf.timeline import Span, Trace
 from flexrlhf.trainer.memory_meter import naming_exhaustion, use_expandable_segments
 from flexrlhf.weights.loading import one_sentence_errors
 
@@ -255,7 +255,7 @@ def test_a_log_keeps_its_last_steps_and_is_removed_at_a_good_end(log: FlightLog,
     run_steps(log, range(7))
     assert [span.step for span in read_flight(tmp_path, 1).spans] == [4, 5, 6]
     write_partial_timeline(tmp_path)
-    assert [span.step for span in read_trace(tmp_path / "timeline.json")] == [4, 5, 6]
+    assert [span.step for span in Trace.read(tmp_path / "timeline.json").spans] == [4, 5, 6]
     (tmp_path / "timeline.json").unlink()
     log.close()
     assert not list(tmp_path.iterdir())
@@ -285,7 +285,7 @@ def test_the_launcher_writes_the_records_that_killed_ranks_could_not(log: Flight
     assert records[0]["reason"] == "its own"
     assert records[1]["reason"] == found.sentence and records[1]["at"] == "step 1, move scores"
     assert [each["label"] for each in records[1]["instructions"]] == ["scores on reward", "scores"]
-    assert [span.label for span in read_trace(tmp_path / "timeline.json")] == ["scores on reward"] * 2
+    assert [span.label for span in Trace.read(tmp_path / "timeline.json").spans] == ["scores on reward"] * 2
     reporter.report({})
     assert json.loads((tmp_path / "failure" / "rank-1.json").read_text())["reason"] != ENDED
 

@@ -36,7 +36,7 @@ from flexrlhf.report.timeline_picture import lanes_of
 from flexrlhf.runs.flight_log import FlightLog, write_record
 from flexrlhf.runs.run_directory import RunStatus, lock_directory, write_status
 from flexrlhf.strategies.instructions import Move, Sync
-from flexrlhf.timeline import Span, write_trace
+from flexrlhf.timeline import Span, Trace
 
 HALVES = [0.5] * 6
 NODES = "cluster={nodes: [{devices: 2, class: A100-80G}]}"
@@ -471,7 +471,7 @@ def test_rows_of_another_form_are_left_out(name: str, content: str, sentence: st
 def test_a_run_of_one_rank_without_a_config_has_a_timeline(tmp_path: Path) -> None:
     directory = leave_run(tmp_path / "a", fast_plan())
     (directory / "config.yaml").unlink()
-    write_trace(directory / "timeline.json", [Span(0, "run", "generate on actor", 0, None, 1.0, 2.0)], {})
+    Trace([Span(0, "run", "generate on actor", 0, None, 1.0, 2.0)], {}).write(directory / "timeline.json")
     assert 'id="timeline-0"' in write_report([directory], tmp_path / "report.html", None).path.read_text()
 
 

@@ -17,7 +17,7 @@ from flexrlhf.config.number_settings import SettingDifference
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.side_by_side import MOST_LISTED, MetricDifference, mean_times, metric_differences, setting_lines
-from flexrlhf.timeline import Span, write_trace
+from flexrlhf.timeline import Span, Trace
 
 KINDS: Any = {"generate": "generate", "scores": "forward", "train_actor": "train"}
 SPANS = [
@@ -50,7 +50,7 @@ def write_run(
     lines = [json.dumps(row) for row in rows_of(*rows)]
     (directory / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     if spans:
-        write_trace(directory / "timeline.json", spans, {})
+        Trace(spans, {}).write(directory / "timeline.json")
     return directory
 
 

@@ -10,7 +10,7 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf.strategies.instructions import Move
-from flexrlhf.timeline import SPANS, Span, Timeline, write_trace
+from flexrlhf.timeline import SPANS, Span, Timeline, Trace
 
 CHUNKS = ("algorithm.num_mini_batches=2", "schedule.num_chunks=2")
 
@@ -43,7 +43,7 @@ def test_spans_survive_the_way_to_another_process() -> None:
 
 def test_the_trace_has_a_lane_for_each_rank_and_microseconds_from_the_first_span(tmp_path: Path) -> None:
     spans = [Span(1, "move", "b", 0, 2, 100.5, 101.0, 12), Span(0, "run", "a", 0, None, 100.0, 100.25)]
-    write_trace(tmp_path / "timeline.json", spans, {"device_class": {"0": "any"}})
+    Trace(spans, {"device_class": {"0": "any"}}).write(tmp_path / "timeline.json")
     trace = json.loads((tmp_path / "timeline.json").read_text())
     assert trace["otherData"] == {"device_class": {"0": "any"}}
     names = [event for event in trace["traceEvents"] if event["ph"] == "M"]
@@ -56,7 +56,7 @@ def test_the_trace_has_a_lane_for_each_rank_and_microseconds_from_the_first_span
 
 
 def test_no_span_gives_an_empty_trace(tmp_path: Path) -> None:
-    write_trace(tmp_path / "timeline.json", [], {})
+    Trace([], {}).write(tmp_path / "timeline.json")
     assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] == []
 
 

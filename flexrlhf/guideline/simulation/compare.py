@@ -16,7 +16,7 @@ from flexrlhf.config.user_paths import instead_of, is_json
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import Simulation
 from flexrlhf.strategies.instructions import without_turn
-from flexrlhf.timeline import Span, read_trace
+from flexrlhf.timeline import Span, Trace
 
 WARM_UP_STEPS = 1
 """First steps that are left out: libraries load, allocators grow."""
@@ -81,7 +81,7 @@ def read_run(path: Path) -> list[Span]:
             f"end"
         )
     try:
-        spans = read_trace(path)
+        spans = list(Trace.read(path).spans)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--against {path}: not the timeline of a run ({type(error).__name__}: {error})") from None
     if not any(span.kind == "run" for span in spans):

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
 from flexrlhf.errors import UserError
@@ -35,7 +34,7 @@ from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.node_traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
-from flexrlhf.timeline import Span, write_trace
+from flexrlhf.timeline import Span, Trace
 
 PARTS: Mapping[CallKind, StepPart] = {"generate": "generation", "train": "training", "forward": "other calls"}
 """Part of a step that calls of each kind are in."""
@@ -280,7 +279,7 @@ def write_timeline(simulation: Simulation, path: Path, steps: int) -> None:
     ranks = simulation.plan.placement.num_ranks
     facts = {"simulated": True, "seconds_per_step": simulation.seconds, "device_class": classes}
     try:
-        write_trace(path, chain(simulation.spans(steps), simulation.reply_spans(steps)), facts, ranks)
+        Trace([*simulation.spans(steps), *simulation.reply_spans(steps)], facts, ranks).write(path)
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
 
