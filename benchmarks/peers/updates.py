@@ -26,7 +26,7 @@ from flexrlhf.engines.readout import totals_of
 from flexrlhf.imports.translate import translated
 from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES, make_loss, settings_of
-from flexrlhf.operators.columns import MISMATCHED
+from flexrlhf.operators.columns import Qualifier
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.rollout_engine import with_rollout
@@ -120,7 +120,7 @@ def update_of(spec: Spec, inputs: Inputs) -> Losses:
     }
     if isinstance(spec.algorithm, SampledSpec) and spec.rollout.logprobs == "reuse":
         columns["logprobs"] = inputs.rollout_logprobs
-    columns |= {f"{name}.{MISMATCHED}": columns[name] for name in ("logprobs", "ref_logprobs", "loss_mask")}
+    columns |= {f"{name}.{Qualifier.MISMATCHED}": columns[name] for name in ("logprobs", "ref_logprobs", "loss_mask")}
     state = first_state(spec.algorithm) if isinstance(spec.algorithm, PolicySpec) else {}
     context = CombineContext(MINI_BATCHES, Alone(), state)
     losses: Losses = {}

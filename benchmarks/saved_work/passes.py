@@ -16,7 +16,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.torch.engine import TorchEngine
-from flexrlhf.operators.columns import Lengths, column_of
+from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 
@@ -99,7 +99,7 @@ def _both(saved: str, computed: Way, left_out: Way, rounds: int) -> Iterator[Sav
 
 def forward_pass(engine: TorchEngine, batches: Sequence[Batch]) -> Work:
     """Return the forward of log-probs of all ``batches``."""
-    columns = [column_of("logprobs")]
+    columns = [Column.of("logprobs")]
     return lambda: [engine.forward(batch, columns) for batch in batches]
 
 

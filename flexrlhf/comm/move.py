@@ -17,7 +17,7 @@ from torch import Tensor
 from flexrlhf.comm.point_to_point import exchange
 from flexrlhf.comm.rows import DTYPES, RowStore
 from flexrlhf.comm.world import Wait, Waitable
-from flexrlhf.operators.columns import Lengths, column_of
+from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.routes import Transfer
 from flexrlhf.strategies.instructions import Move
@@ -53,7 +53,7 @@ class RowPacking:
         start = 0
         for transfer in transfers:
             end = start + self.num_bytes([transfer])
-            column = column_of(transfer.column)
+            column = Column.of(transfer.column)
             width = self.lengths.width(column)
             numbers = self.batch.rows(transfer.prompts)
             # a clone, since a view of bytes at an odd offset cannot be read as int32

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexrlhf.operators.columns import Lengths, column_of
+from flexrlhf.operators.columns import Column, Lengths
 
 DTYPES = {"int32": torch.int32, "uint8": torch.uint8, "float32": torch.float32}
 
@@ -67,7 +67,7 @@ class RowStore:
         self.arrive([column], rows)
         if not rows:
             # no move sends a column to a replica without rows
-            kind = column_of(column)
+            kind = Column.of(column)
             width = self._lengths.width(kind)
             return torch.empty((0,) if width is None else (0, width), dtype=DTYPES[kind.dtype], device=self.device)
         blocks, index = self._blocks[column], self._index[column]

@@ -15,7 +15,7 @@ from flexrlhf.guideline.simulation.calls import TextLayout, reads_prompts_once
 from flexrlhf.measure.profiled_models import LengthSample, MeasuredRows
 from flexrlhf.measure.stopwatch import Estimate, Stopwatch, TimedCall
 from flexrlhf.memory.packed_rows import PackedPass, TextGroup, packs_texts, reads_masks, shares_prompts
-from flexrlhf.operators.columns import EXPERTS, Column, Width, column_of
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
@@ -125,13 +125,13 @@ class ProfileContext:
     ) -> tuple[OperatorRun, RowStore]:
         samples, dp = self.plan.batch.samples_per_prompt, loaded.placed.layout.dp
         # random experts would compute other numbers of tokens than the routers' own
-        operator = replace(operator, reads=tuple(name for name in operator.reads if name != EXPERTS))
+        operator = operator.with_own_routers
         shape = BatchShape(rows // samples * dp, samples, num_blocks=passes * dp)
         state = Controllers(self.plan).state(operator)
         run = OperatorRun(operator, loaded, loaded.placed.layout, shape, range(1), self.rank, state=state)
         store = RowStore(self.plan.lengths, self.device)
         for name in operator.reads:
-            values = self._column(column_of(name), len(run.rows) // passes, loaded.engine.config.vocab_size)
+            values = self._column(Column.of(name), len(run.rows) // passes, loaded.engine.config.vocab_size)
             store.put(name, run.rows, torch.cat([values] * passes).to(self.device))
         return run, store
 
@@ -150,15 +150,15 @@ class ProfileContext:
                     samples, prompt = self.plan.batch.samples_per_prompt, self.plan.lengths.prompt
                     values[:, :prompt] = values[::samples, :prompt].repeat_interleave(samples, 0)
                 return values
-        return torch.ones(shape, dtype=torch.uint8) if width is None else self._mask(rows, column.width)
+        return torch.ones(shape, dtype=torch.uint8) if width is None else self._mask(rows, column)
 
-    def _mask(self, rows: int, width: Width) -> Tensor:
+    def _mask(self, rows: int, column: Column) -> Tensor:
         """Return a mask of left-padded prompts, of right-padded responses, or of both."""
         lengths, sample = self.plan.lengths, torch.tensor(self.lengths.rows(rows, self.plan.batch.samples_per_prompt))
         prompt = torch.arange(lengths.prompt).flip(0) < sample[:, :1]
         response = torch.arange(lengths.response) < sample[:, 1:]
         parts = {"prompt": prompt, "response": response, "sequence": torch.cat([prompt, response], 1)}
-        return parts[width].to(torch.uint8).contiguous()
+        return parts[column.width].to(torch.uint8).contiguous()
 
 
 def measure_combine(

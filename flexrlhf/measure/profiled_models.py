@@ -19,7 +19,7 @@ from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import RolloutSpec, ScheduleSpec, Spec, SyncSpec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
-from flexrlhf.operators.graph import GENERATE, Operator
+from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import prompt_lengths, response_lengths
@@ -58,11 +58,6 @@ class ProfiledModel:
     def item(self) -> int:
         """Bytes of a weight."""
         return DTYPE_BYTES[self.placed.settings.dtype]
-
-
-def without_turns(operator: Operator) -> Operator:
-    """Return the operator that generates whole responses in place of one that generates a turn."""
-    return replace(GENERATE, role=operator.role) if operator.turns else operator
 
 
 def profiling_spec(plan: Plan, command_plans: Sequence[Plan], ranks: int, device: str) -> Spec:
@@ -181,7 +176,7 @@ def _has_layers_of(first: ProfiledModel, model: ProfiledModel) -> bool:
 
 def _profiled_model(plan: Plan, model: PlacedModel, most_tp: int) -> ProfiledModel:
     operators: dict[str, Operator] = {
-        o.kind: without_turns(o)
+        o.kind: o.of_whole_responses
         for o in reversed(plan.graph.operators)
         if o.role == model.role and o.kind in MEASURED_KINDS
     }

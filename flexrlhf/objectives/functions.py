@@ -41,7 +41,7 @@ from flexrlhf.objectives.preferences import (
 )
 from flexrlhf.objectives.reward_shaping import weighted_scores
 from flexrlhf.objectives.surrogates import covariant_tokens, rejection
-from flexrlhf.operators.columns import Width, column_of
+from flexrlhf.operators.columns import Column, Width
 from flexrlhf.operators.graph import Operator, is_own
 from flexrlhf.user_code.planning_calls import bounded_here
 
@@ -135,9 +135,9 @@ def _check_columns(operator: Operator, columns: Columns, batch: Batch) -> None:
         short = name.removesuffix(operator.suffix)
         if short not in columns:
             raise UserError(f"{operator.function} returns no column {short!r}, which {operator.name} writes")
-        found, dims = columns[short], 1 if column_of(name).width == "row" else 2
+        found, dims = columns[short], 1 if Column.of(name).width == "row" else 2
         if not isinstance(found, Tensor) or found.dim() != dims or len(found) != len(batch):
-            shape = _SHAPES.get(column_of(name).width, "(n, ...)")
+            shape = _SHAPES.get(Column.of(name).width, "(n, ...)")
             raise UserError(
                 f"{operator.function}: column {short!r} is {_kind(found)}, not a tensor {shape} of {len(batch)} rows"
             )

@@ -18,7 +18,7 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.operators.columns import CALLED, ENVIRONMENT, STEP_ENDS, TURN_ENDS, plain
+from flexrlhf.operators.columns import STEP_ENDS, TURN_ENDS, Qualifier, plain
 from flexrlhf.operators.outcomes import FAILED
 
 ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -193,8 +193,8 @@ def weighted_scores(sources: Sources | None, batch: Batch, _: CombineContext) ->
     total, by_token = torch.zeros(len(batch), device=mask.device), torch.zeros_like(mask, dtype=torch.float32)
     for source, weight in weights.items():
         if f"token_scores.{source}" in batch.columns:
-            counted = batch.columns.get(f"step_ends.{source}", mask) if source != CALLED else mask
-            if source == ENVIRONMENT:
+            counted = batch.columns.get(f"step_ends.{source}", mask) if source != Qualifier.CALLED else mask
+            if source == Qualifier.ENVIRONMENT:
                 counted = torch.ones_like(mask)
             tokens = (weight * batch[f"token_scores.{source}"]).where(counted.bool(), 0.0)
             total, by_token = total + tokens.sum(1), by_token + tokens

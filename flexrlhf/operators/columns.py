@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
 from typing import Literal
 
@@ -30,6 +31,33 @@ class Column:
     width: Width
     dtype: DType
     quantity: Quantity | None = None
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, name: str) -> Column:
+        """Return the column ``name``, which may have a qualifier behind a dot: ``tokens.greedy``, ``scores.cost``."""
+        return replace(COLUMNS[plain(name)], name=name)
+
+
+class Qualifier(StrEnum):
+    """Word behind a dot in the names of columns.
+
+    CALLED:       of columns that functions, services and rules write
+    GENERATED:    that are generated where the data set has responses, too
+    MISMATCHED:   of responses to other prompts than their own
+    PTX:          of pretraining texts
+    OPENED:       of prompts as an episode begins
+    TURN:         of a response before its last turn has a reply
+    ENVIRONMENT:  that environments write
+    """
+
+    CALLED = "called"
+    GENERATED = "drawn"
+    MISMATCHED = "mismatched"
+    PTX = "ptx"
+    OPENED = "opened"
+    TURN = "turn"
+    ENVIRONMENT = "environment"
 
 
 COLUMNS = {
@@ -83,13 +111,7 @@ GROUP_SCORES = "group_scores"
 now; NaN of others."""
 STEP_ENDS = "step_ends"
 """Column of the tokens that end a step."""
-CALLED, GENERATED, MISMATCHED, PTX = "called", "drawn", "mismatched", "ptx"
-"""Qualifiers of columns: that functions, services and rules write; that are generated where the data set has responses,
-too; of responses to other prompts than their own; of pretraining texts."""
-OPENED, TURN, ENVIRONMENT = "opened", "turn", "environment"
-"""Qualifiers of columns: of prompts as an episode begins; of a response before its last turn has a reply; of what
-environments write."""
-REWARDS = f"token_scores.{ENVIRONMENT}"
+REWARDS = f"token_scores.{Qualifier.ENVIRONMENT}"
 """Column of the environment's rewards, each on the last token of its turn; NaN in an episode that failed."""
 TURN_ENDS = "turn_ends"
 """Column of the last tokens of the policy's turns: two turns follow one another where a reply has no tokens."""
@@ -99,12 +121,6 @@ EXPERTS = "experts"
 """Column of the experts that generation chose for the tokens of prompt and response, in every layer that has some."""
 LONGER = 2
 """How many times longer than a row of the policy's tokens a text may be in another tokenizer's, by default."""
-
-
-@lru_cache(maxsize=1024)
-def column_of(name: str) -> Column:
-    """Return the column ``name``, which may have a qualifier behind a dot: ``tokens.greedy``, ``scores.cost``."""
-    return replace(COLUMNS[plain(name)], name=name)
 
 
 def plain(name: str) -> str:
@@ -161,5 +177,5 @@ class Lengths:
 
     def row_bytes(self, name: str) -> int:
         """Return the bytes of one row of the column ``name``."""
-        column = column_of(name)
+        column = Column.of(name)
         return (self.width(column) or 1) * _ITEM_BYTES[column.dtype]

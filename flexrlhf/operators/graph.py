@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-from flexrlhf.operators.columns import GENERATED, POSITION, PRESENT, TEXT, Quantity
+from flexrlhf.operators.columns import EXPERTS, FINAL_OUTCOME, POSITION, PRESENT, TEXT, Qualifier, Quantity
 
 CallKind = Literal["generate", "forward", "train"]
 """Kind of a model's call."""
@@ -95,6 +95,32 @@ class Operator:
     earlier: tuple[str, ...] = ()
     turns: int = 0
     continues: tuple[str, ...] = ()
+
+    @property
+    def stored_columns(self) -> tuple[str, ...]:
+        """Columns that it leaves on its ranks: the ones it writes, of a train the outcomes of its rows."""
+        return (*self.writes, *((FINAL_OUTCOME,) if self.kind == "train" else ()))
+
+    @property
+    def of_whole_responses(self) -> Operator:
+        """The operator that generates whole responses in place of one that generates a turn."""
+        return replace(GENERATE, role=self.role) if self.turns else self
+
+    @property
+    def with_own_routers(self) -> Operator:
+        """The operator without the experts that generation chose: the routers of its model choose others."""
+        return replace(self, reads=tuple(name for name in self.reads if name != EXPERTS))
+
+    @property
+    def next_to_data(self) -> Operator:
+        """The operator on generated responses, for a data set that has responses, too."""
+        own = {*TEXT, "response_mask", "finished", "policy_version"}
+
+        def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(f"{name}.{Qualifier.GENERATED}" if name in own else name for name in names)
+
+        suffix = f".{Qualifier.GENERATED}"
+        return replace(self, reads=renamed(self.reads), writes=renamed(self.writes), suffix=suffix)
 
     def is_due(self, step: int) -> bool:
         """Whether it runs at ``step``."""
@@ -219,6 +245,25 @@ class Graph:
         writers = {self.producers[column].name for column in operator.reads if column in self.producers}
         return [candidate for candidate in self.operators if candidate.name in writers]
 
+    @property
+    def evaluation_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that evaluations report."""
+        return tuple(name for operator in self.evaluation for name in EVALUATION_METRICS.get(operator.function, ()))
+
+    def sharing(self, role: str, owner: str) -> Graph:
+        """Return the graph with the operators of ``role`` on ``owner``'s weights without adapters; ``role`` has no
+        copy."""
+
+        def shared(operator: Operator) -> Operator:
+            return replace(operator, role=owner, adapters=False) if operator.role == role else operator
+
+        return replace(
+            self,
+            operators=tuple(shared(operator) for operator in self.operators),
+            evaluation=tuple(shared(operator) for operator in self.evaluation),
+            roles=tuple(name for name in self.roles if name != role),
+        )
+
     @cached_property
     def waves(self) -> dict[str, int]:
         """Depth of every operator, by name: 0 without parents, else one more than the deepest parent."""
@@ -249,20 +294,6 @@ def after(operators: tuple[Operator, ...], name: str, further: Operator) -> tupl
     return (*operators[:place], further, *operators[place:])
 
 
-def share_weights(graph: Graph, role: str, owner: str) -> Graph:
-    """Return ``graph`` with the operators of ``role`` on ``owner``'s weights without adapters; ``role`` has no copy."""
-
-    def shared(operator: Operator) -> Operator:
-        return replace(operator, role=owner, adapters=False) if operator.role == role else operator
-
-    return replace(
-        graph,
-        operators=tuple(shared(operator) for operator in graph.operators),
-        evaluation=tuple(shared(operator) for operator in graph.evaluation),
-        roles=tuple(name for name in graph.roles if name != role),
-    )
-
-
 GENERATE = Operator(
     "generate",
     "generate",
@@ -283,9 +314,6 @@ TAKE_PROMPTS = Operator(
     earlier=("scores", "finished"),
 )
 DIVERSITY = Operator("diversity", "combine", "actor", ("tokens", "response_mask"), function="diversity")
-EVALUATION_SCORES = Operator(
-    "held_out_scores", "combine", "actor", ("scores", "response_mask", "finished"), function="held_out_scores"
-)
 EVALUATION_METRICS: Mapping[str, tuple[str, ...]] = {
     "likelihood": ("eval_nll",),
     "pair_accuracy": ("eval_accuracy",),
@@ -298,18 +326,3 @@ EVALUATION_METRICS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Function of a combine → the metrics of evaluations that follow from its statistics."""
-
-
-def next_to_data(operator: Operator) -> Operator:
-    """Return ``operator`` on generated responses, for a data set that has responses, too."""
-    own = {*TEXT, "response_mask", "finished", "policy_version"}
-
-    def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(f"{name}.{GENERATED}" if name in own else name for name in names)
-
-    return replace(operator, reads=renamed(operator.reads), writes=renamed(operator.writes), suffix=f".{GENERATED}")
-
-
-def evaluation_metrics(graph: Graph) -> tuple[str, ...]:
-    """Return the names of the metrics that evaluations of ``graph`` report."""
-    return tuple(name for operator in graph.evaluation for name in EVALUATION_METRICS.get(operator.function, ()))

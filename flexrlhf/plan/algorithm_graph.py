@@ -18,8 +18,8 @@ from flexrlhf.config.code_loading import load_module
 from flexrlhf.config.model_settings import FURTHER_MODELS, Head, ModelsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.operators.columns import COLUMNS, column_of, plain
-from flexrlhf.operators.graph import COMBINES, LOSSES, Graph, GraphKind, Operator, evaluation_metrics, share_weights
+from flexrlhf.operators.columns import COLUMNS, Column, plain
+from flexrlhf.operators.graph import COMBINES, LOSSES, Graph, GraphKind, Operator
 from flexrlhf.plan.score_sources import with_retokenized, with_sources
 from flexrlhf.user_code.planning_calls import bounded_here
 
@@ -44,7 +44,7 @@ def make_graph(spec: Spec) -> Graph:
     for role in graph.roles:
         model = spec.models.of(role)
         if model is not None and model.share is not None:
-            graph = share_weights(graph, role, model.share)
+            graph = graph.sharing(role, model.share)
     return _with_passes_of_training(graph)
 
 
@@ -79,7 +79,7 @@ def _computed(operator: Operator) -> tuple[str | None, ...]:
         case "generate":
             return ("logprobs",)
         case "forward":
-            return tuple(column_of(name).quantity for name in operator.writes)
+            return tuple(Column.of(name).quantity for name in operator.writes)
         case "train":
             return operator.quantities
     return ()
@@ -89,7 +89,7 @@ def check_evaluation(graph: Graph, spec: Spec) -> None:
     """Raise UserError for settings of evaluations that do nothing for the algorithm, and for a best without metric."""
     settings, algorithm = spec.eval, spec.algorithm
     if settings is not None:
-        metrics = evaluation_metrics(graph)
+        metrics = graph.evaluation_metrics
         if settings.samples_per_prompt is not None and graph.data != "prompts":
             raise UserError(
                 f"eval.samples_per_prompt: the evaluation set of {algorithm.name} has its responses, which are not "
@@ -109,7 +109,7 @@ def check_evaluation(graph: Graph, spec: Spec) -> None:
 
 
 def _check_best(best: str, graph: Graph, spec: Spec) -> None:
-    metrics = evaluation_metrics(graph)
+    metrics = graph.evaluation_metrics
     if spec.eval is None:
         raise UserError(f"save.best: {best} is a metric of evaluations; give eval.path, or remove save.best")
     if best not in metrics:

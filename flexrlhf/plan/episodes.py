@@ -15,7 +15,7 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import OPENED, REWARDS, TURN, TURN_ENDS, qualified
+from flexrlhf.operators.columns import REWARDS, TURN_ENDS, Qualifier, qualified
 from flexrlhf.operators.graph import GENERATE, Graph, Operator
 
 LOGPROBS = frozenset(("logprobs", "computed_logprobs", "trainer_logprobs"))
@@ -75,16 +75,16 @@ def _of_episodes(operator: Operator) -> Operator:
 
 def _turns(generate: Operator, environment: EnvironmentSpec) -> tuple[Operator, ...]:
     """Return the operators that take the place of ``generate``."""
-    opened = qualified(generate.reads, OPENED)
-    reset = replace(generate, name="reset", kind="interact", writes=(*opened, f"episode.{OPENED}"))
+    opened = qualified(generate.reads, Qualifier.OPENED)
+    reset = replace(generate, name="reset", kind="interact", writes=(*opened, f"episode.{Qualifier.OPENED}"))
     written = (*generate.writes, *STATE)
     return (
         reset,
         replace(
             generate,
             reads=reset.writes,
-            writes=qualified(generate.writes, TURN),
-            suffix=f".{TURN}",
+            writes=qualified(generate.writes, Qualifier.TURN),
+            suffix=f".{Qualifier.TURN}",
             turns=environment.max_turns,
             continues=written,
         ),
@@ -92,7 +92,7 @@ def _turns(generate: Operator, environment: EnvironmentSpec) -> tuple[Operator, 
             generate,
             name="interact",
             kind="interact",
-            reads=(*reset.writes, *qualified(generate.writes, TURN)),
+            reads=(*reset.writes, *qualified(generate.writes, Qualifier.TURN)),
             writes=written,
             turns=environment.max_turns,
             continues=written,

@@ -16,7 +16,7 @@ from dataclasses import replace
 from flexrlhf.config.reward_sources import ModelSource, RewardSource, Sources
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import CALLED, REWARDS, STEP_ENDS, TEXT, TURN_ENDS, column_of, plain, qualified
+from flexrlhf.operators.columns import REWARDS, STEP_ENDS, TEXT, TURN_ENDS, Column, Qualifier, plain, qualified
 from flexrlhf.operators.graph import Graph, Operator
 
 SECTIONS = ("reward", "cost")
@@ -113,10 +113,10 @@ def _replaced(
         name = f"{'scores' if source.level == 'answer' else 'token_scores'}.{source.model}{suffix}"
         yield replace(operator, name=f"{operator.name}_{source.model}", role=source.model, writes=(name,))
         parts.append(name)
-    further = _columns_of(called, f".{CALLED}", suffix, with_ends) if called else ()
+    further = _columns_of(called, f".{Qualifier.CALLED}", suffix, with_ends) if called else ()
     further += tuple(f"{STEP_ENDS}.{source.model}{suffix}" for source in models if source.level == "step")
     if further:
-        yield replace(call, name=f"{operator.name}_{CALLED}", reads=texts, writes=further)
+        yield replace(call, name=f"{operator.name}_{Qualifier.CALLED}", reads=texts, writes=further)
     parts += further
     yield replace(call, kind="combine", reads=(*parts, f"response_mask{operator.suffix}"), writes=own)
 
@@ -195,7 +195,7 @@ def _check_retokenized(role: str, graph: Graph, spec: Spec) -> None:
             f"encoded again, by a reward or cost model; remove it, and set data.tokenizer to the model's own"
         )
     operators = (*graph.operators, *graph.evaluation)
-    written = {column_of(name).quantity for operator in operators if operator.role == role for name in operator.writes}
+    written = {Column.of(name).quantity for operator in operators if operator.role == role for name in operator.writes}
     if "token_scores" in written:
         raise UserError(
             f"models.{role}.retokenize: level token needs a score for each token of the policy, as level step "

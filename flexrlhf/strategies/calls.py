@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.operators.columns import PTX
+from flexrlhf.operators.columns import Qualifier
 from flexrlhf.operators.graph import LOSSES, Graph, Operator, TrainPart, is_own
 from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placed import Placement
@@ -222,7 +222,7 @@ class CalledStep:
             operator = replace(operator, name=name, kind=call.part, on_trained=True)
         if not call.loss:
             return operator
-        if call.loss == PTX:
+        if call.loss == Qualifier.PTX:
             return _of_texts(operator)
         if call.loss not in LOSSES and not is_own(call.loss):
             raise UserError(
@@ -257,11 +257,11 @@ class CalledStep:
 
 def _of_texts(operator: Operator) -> Operator:
     """Return the loss of ``operator`` on pretraining texts alone. Raises UserError if it has none, or is a training."""
-    if operator.extra_loss != PTX:
+    if operator.extra_loss != Qualifier.PTX:
         raise UserError(f"session: {operator.name} has no pretraining texts; set algorithm.ptx")
     if operator.kind != "loss":
         raise UserError(f"session: {operator.name} adds the loss ptx to its own; compute_loss computes it alone")
-    return replace(operator, function=PTX, reads=operator.extra_reads)
+    return replace(operator, function=Qualifier.PTX, reads=operator.extra_reads)
 
 
 CALLS = "calls.jsonl"

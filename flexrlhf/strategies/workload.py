@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from flexrlhf.memory.budget import Compute, Copying, Releasing, Saving, Work
 from flexrlhf.memory.transfer_bytes import WeightSync
-from flexrlhf.operators.columns import FINAL_OUTCOME, Lengths
+from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
@@ -117,8 +117,7 @@ def stored_columns(
     for each in instructions:
         if isinstance(each, Run) and rank in each.ranks:
             prompts = batch.prompts_on(each.layout, rank, each.mini_batches, each.attempt)
-            outcomes = (FINAL_OUTCOME,) if each.operator.kind == "train" else ()
-            for column in (*each.operator.writes, *outcomes, *set(inputs).intersection(each.operator.reads)):
+            for column in (*each.operator.stored_columns, *set(inputs).intersection(each.operator.reads)):
                 stored[column].update(prompts)
             rare.update(each.operator.writes if each.is_rare else ())
         elif isinstance(each, Move) and rank in each.ranks:

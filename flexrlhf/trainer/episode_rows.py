@@ -15,15 +15,15 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import Columns
-from flexrlhf.operators.columns import OPENED, REWARDS, TURN_ENDS, Lengths, qualified
+from flexrlhf.operators.columns import REWARDS, TURN_ENDS, Lengths, Qualifier, qualified
 from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
 from flexrlhf.trainer.execution import OperatorRun
 
 TOOL_CALLS = ("tool_calls", "failed_tool_calls")
 LOGPROBS = ("rollout_logprobs", "logprobs")
 GOING = EPISODE_STATES["going on"]
-PROMPT = qualified(("prompts", "prompt_mask"), OPENED)
-BEGUN = f"episode.{OPENED}"
+PROMPT = qualified(("prompts", "prompt_mask"), Qualifier.OPENED)
+BEGUN = f"episode.{Qualifier.OPENED}"
 """Column of whether an episode's environment has begun it."""
 
 
@@ -96,7 +96,7 @@ class TurnRows:
 def rows_before_turn(run: OperatorRun, store: RowStore, lengths: Lengths, pad_token_id: int) -> TurnRows:
     """Return the rows of ``run``, a generate or an interact, as the turn before has left them."""
     rows = run.rows
-    prompts = {name.removesuffix(f".{OPENED}"): store.get(name, rows) for name in PROMPT}
+    prompts = {name.removesuffix(f".{Qualifier.OPENED}"): store.get(name, rows) for name in PROMPT}
     if run.turn:
         state = {name: store.get(name, rows) for name in run.operator.continues}
     else:

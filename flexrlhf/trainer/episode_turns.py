@@ -21,7 +21,7 @@ from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.environments.base import EpisodeCall
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.objectives.context import Columns
-from flexrlhf.operators.columns import TURN, Lengths
+from flexrlhf.operators.columns import Lengths, Qualifier
 from flexrlhf.operators.outcomes import EPISODE_STATES
 from flexrlhf.plan.episode_processes import processes_by_rank
 from flexrlhf.plan.plan import Plan
@@ -104,7 +104,7 @@ class EnvironmentCaller:
         """
         rows = run.rows
         before = rows_before_turn(run, store, self._lengths, sampling.pad_token_id)
-        made = {name: store.get(f"{name}.{TURN}", rows) for name in self._written(run)}
+        made = {name: store.get(f"{name}.{Qualifier.TURN}", rows) for name in self._written(run)}
         context = made["attention_mask"][:, -self._lengths.response :]
         sampled = (context.bool() & ~before.context.bool())[before.places]
         requests = self._requests(run, before.places, made, sampled, sampling)
@@ -165,7 +165,11 @@ class EnvironmentCaller:
         return requests
 
     def _written(self, run: OperatorRun) -> tuple[str, ...]:
-        return tuple(name.removesuffix(f".{TURN}") for name in run.operator.reads if name.endswith(f".{TURN}"))
+        return tuple(
+            name.removesuffix(f".{Qualifier.TURN}")
+            for name in run.operator.reads
+            if name.endswith(f".{Qualifier.TURN}")
+        )
 
     def _text(self, tokens: list[int], sampling: Sampling) -> str:
         """Return the text of a turn, without its end token."""

@@ -16,7 +16,7 @@ from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import check_returned, combine_of, settings_of
 from flexrlhf.objectives.parity import naming_tokens
 from flexrlhf.objectives.surrogates import staleness
-from flexrlhf.operators.columns import GROUP_SCORES, column_of, plain
+from flexrlhf.operators.columns import GROUP_SCORES, Column, plain
 from flexrlhf.trainer.episode_rows import LOGPROBS, rows_before_turn
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_context import OperatorContext
@@ -82,7 +82,7 @@ def _computed(
     operator = run.operator
     match operator.kind:
         case "forward":
-            written = [column_of(name.removesuffix(operator.suffix)) for name in operator.writes]
+            written = [Column.of(name.removesuffix(operator.suffix)) for name in operator.writes]
             columns = run.model.engine.forward(batch, written, operator.adapters)
             if "response_mask" in batch.columns:
                 # of values there is one more, after the last token

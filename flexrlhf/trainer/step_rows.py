@@ -12,7 +12,7 @@ from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import mixed_indices, step_indices
-from flexrlhf.operators.columns import MISMATCHED, POSITION, PTX, Lengths, plain, qualified
+from flexrlhf.operators.columns import POSITION, Lengths, Qualifier, plain, qualified
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
 from flexrlhf.strategies.instructions import Move, Run
@@ -20,7 +20,7 @@ from flexrlhf.strategies.schedule import RunStart
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.rank_context import RankContext
 
-MISMATCHED_TOKENS = f"tokens.{MISMATCHED}"
+MISMATCHED_TOKENS = f"tokens.{Qualifier.MISMATCHED}"
 
 
 class StepRows:
@@ -122,11 +122,13 @@ class StepRows:
         if MISMATCHED_TOKENS in self._plan.graph.inputs:
             parts = [shape.prompts(number) for number in shape.mini_batches]
             mismatched = self._columns(mismatched_examples(examples, parts), rows, shape.samples_per_prompt)
-            self._put(store, rows, {name: mismatched[plain(name)] for name in qualified(mismatched, MISMATCHED)})
+            self._put(
+                store, rows, {name: mismatched[plain(name)] for name in qualified(mismatched, Qualifier.MISMATCHED)}
+            )
         if further := self._data.texts:
             indices = step_indices(self._plan.spec.seed, step, shape.num_rows, len(further))
             texts = self._columns([further[i] for i in indices], rows, 1)
-            self._put(store, rows, {name: texts[plain(name)] for name in qualified(texts, PTX)})
+            self._put(store, rows, {name: texts[plain(name)] for name in qualified(texts, Qualifier.PTX)})
 
     def _columns(self, examples: Sequence[Example], rows: Sequence[int], samples_per_prompt: int) -> dict[str, Tensor]:
         return input_columns(examples, rows, samples_per_prompt, self._plan.lengths, self._data.pad_token_id)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from flexrlhf.config.model_settings import Dtype
 from flexrlhf.metrics import METRICS
-from flexrlhf.operators.columns import column_of
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.placement.placed import PlacedModel
 
@@ -99,7 +99,7 @@ def limits_for(models: Iterable[PlacedModel], sent: Iterable[Dtype | None] = ())
 
 def is_exact(column: str) -> bool:
     """Whether a column has whole numbers, of which none may differ."""
-    return column_of(column).dtype != "float32"
+    return Column.of(column).dtype != "float32"
 
 
 def limit_of_metric(name: str, limits: Limits) -> float:

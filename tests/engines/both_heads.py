@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flexrlhf.config.model_settings import LoraSpec, OptimizerSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Sampling, Totals, moments
-from flexrlhf.operators.columns import column_of
+from flexrlhf.operators.columns import Column
 
-COLUMNS_OF_BOTH = [column_of("logprobs"), column_of("values")]
+COLUMNS_OF_BOTH = [Column.of("logprobs"), Column.of("values")]
 INIT = {**TINY, "intermediate_size": 32}
 UPDATES = 3
 FAST = OptimizerSpec(learning_rate=0.01, eps=1e-4)

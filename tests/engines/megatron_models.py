@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
-from flexrlhf.operators.columns import Column, column_of
+from flexrlhf.operators.columns import Column
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def column(self) -> Column:
-        return column_of("values" if self.head == "scalar" else "logprobs")
+        return Column.of("values" if self.head == "scalar" else "logprobs")
 
 
 CASES = {

@@ -20,7 +20,7 @@ from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.engines.base import Batch, Engine, Loss, Moments, Outputs
 from flexrlhf.engines.host_offload import storage_bytes
 from flexrlhf.engines.megatron.engine import MegatronEngine
-from flexrlhf.operators.columns import Column, Lengths, column_of
+from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.placement.groups import compute_groups
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def column(self) -> Column:
-        return column_of("values" if self.head == "scalar" else "logprobs")
+        return Column.of("values" if self.head == "scalar" else "logprobs")
 
 
 MANY_KEYS = {**LLAMA, "num_key_value_heads": 4}

@@ -17,7 +17,7 @@ from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec, OptimizerS
 from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, Moments, Outputs, Sampling, Totals
 from flexrlhf.engines.torch.engine import TorchEngine
-from flexrlhf.operators.columns import Lengths, column_of
+from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 
@@ -126,7 +126,7 @@ def train_in_turn(engine: Engine, parts: Sequence[tuple[Batch, Loss]], between: 
 
 def output(engine: TorchEngine, column: str, adapters: bool = True, batch: Batch | None = None) -> Tensor:
     """One column of a forward pass, by itself."""
-    return engine.forward(mini_batch() if batch is None else batch, [column_of(column)], adapters)[column]
+    return engine.forward(mini_batch() if batch is None else batch, [Column.of(column)], adapters)[column]
 
 
 Generate = Callable[[Batch, Sampling], dict[str, Tensor]]

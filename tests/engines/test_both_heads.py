@@ -34,7 +34,7 @@ from flexrlhf.engines.models import load_model
 from flexrlhf.engines.readout import totals_of
 from flexrlhf.engines.scalar_head import HeadsOutput, saved_value_head
 from flexrlhf.engines.torch.engine import TorchEngine
-from flexrlhf.operators.columns import column_of
+from flexrlhf.operators.columns import Column
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.runs.model_directory import save_adapters, save_model
@@ -115,7 +115,7 @@ def test_columns_take_one_pass_over_the_trunk_and_no_more_heads_than_they_need()
 @pytest.mark.parametrize("head", ["scalar", "both"])
 def test_scores_are_the_values_after_the_last_token(head: Head) -> None:
     engine, batch = engine_of("critic", head=head), mini_batch(4)
-    found = engine.forward(batch, [column_of(name) for name in ("values", "token_scores", "scores")])
+    found = engine.forward(batch, [Column.of(name) for name in ("values", "token_scores", "scores")])
     inside = batch["response_mask"].bool()
     assert torch.equal(found["token_scores"], found["values"][:, 1:])
     assert found["token_scores"][inside].all() and not found["token_scores"][~inside].any()
@@ -128,12 +128,12 @@ def test_an_empty_response_has_the_score_behind_its_prompt() -> None:
     columns = {name: column.clone() for name, column in batch.columns.items()}
     columns["response_mask"][0] = 0
     columns["attention_mask"][0, LENGTHS.prompt :] = 0
-    found = engine.forward(Batch(columns, batch.rows, 1), [column_of("scores"), column_of("values")])
+    found = engine.forward(Batch(columns, batch.rows, 1), [Column.of("scores"), Column.of("values")])
     assert found["scores"][0] == found["values"][0, 0] != 0
 
 
 def test_no_rows_have_columns_of_their_widths() -> None:
-    columns = [*BOTH, column_of("scores"), column_of("token_scores")]
+    columns = [*BOTH, Column.of("scores"), Column.of("token_scores")]
     found = trunk().forward(mini_batch().select(slice(0, 0)), columns)
     widths = [(0, LENGTHS.response), (0, LENGTHS.response + 1), (0,), (0, LENGTHS.response)]
     assert [tuple(column.shape) for column in found.values()] == widths

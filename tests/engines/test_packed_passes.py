@@ -18,7 +18,7 @@ from flexrlhf.config.model_settings import Head, OptimizerSpec
 from flexrlhf.engines.base import Batch, Loss, Outputs, Totals
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.objectives.preferences import preference_loss
-from flexrlhf.operators.columns import Lengths, column_of
+from flexrlhf.operators.columns import Column, Lengths
 
 SAMPLES = 3
 LAYOUTS: Mapping[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ OUTPUTS = {"causal": ("logprobs",), "scalar": ("values", "scores", "token_scores
 
 def results(engine: TorchEngine, head: Head, compares: bool = False) -> dict[str, Tensor]:
     """Outputs of the model, and the change of each weight by an update of plain gradient descent."""
-    found = engine.forward(groups(), [column_of(name) for name in OUTPUTS[head]])
+    found = engine.forward(groups(), [Column.of(name) for name in OUTPUTS[head]])
     for number, loss in enumerate(LOSSES[head]):
         before = {name: weight.clone() for name, weight in engine.weights().items()}
         engine.train([(replace(groups(number + 1), compares=compares), loss)])
@@ -156,7 +156,7 @@ def test_families_that_do_not_pack_compute_rows_apart(family: str) -> None:
 )
 def test_layouts_go_with_other_settings(settings: dict[str, Any]) -> None:
     apart, together = (engine_with("llama", "causal", layout, **settings) for layout in ("apart", "shared"))
-    found, expected = (engine.forward(groups(), [column_of("logprobs")])["logprobs"] for engine in (together, apart))
+    found, expected = (engine.forward(groups(), [Column.of("logprobs")])["logprobs"] for engine in (together, apart))
     assert torch.allclose(found, expected, atol=1e-5)
     norms = [float(engine.train([(groups(), likelihood())])["grad_norm"][1]) for engine in (together, apart)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
@@ -165,7 +165,7 @@ def test_layouts_go_with_other_settings(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bits(dtype: str) -> None:
     apart, together = (engine_with("qwen2", "causal", layout, dtype=dtype) for layout in ("apart", "shared"))
-    found, expected = (engine.forward(groups(), [column_of("logprobs")])["logprobs"] for engine in (together, apart))
+    found, expected = (engine.forward(groups(), [Column.of("logprobs")])["logprobs"] for engine in (together, apart))
     assert torch.allclose(found, expected, atol=0.05)
     assert torch.isfinite(torch.tensor(float(together.train([(groups(), likelihood())])["grad_norm"][1])))
 

@@ -15,7 +15,7 @@ from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.inputs import longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.metrics import METRICS
-from flexrlhf.operators.graph import EVALUATION_METRICS, evaluation_metrics
+from flexrlhf.operators.graph import EVALUATION_METRICS
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan.algorithm_graph import make_graph
@@ -306,7 +306,7 @@ def test_every_evaluation_tells_metrics_by_which_a_model_may_be_chosen(name: str
     combined = [operator.function for operator in graph.evaluation if operator.kind == "combine"]
     assert set(combined) <= set(EVALUATION_METRICS)
     known = {metric.name for metric in METRICS}
-    assert evaluation_metrics(graph) and set(evaluation_metrics(graph)) <= known
+    assert graph.evaluation_metrics and set(graph.evaluation_metrics) <= known
 
 
 def test_better_is_strictly_more_but_less_where_the_metric_says_so() -> None:

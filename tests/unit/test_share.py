@@ -9,7 +9,6 @@ from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
-from flexrlhf.operators.graph import share_weights
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -55,7 +54,7 @@ def test_the_actor_with_adapters_is_its_own_reference_where_nothing_is_said_of_o
 
 
 def test_the_role_goes_and_its_operators_run_without_adapters() -> None:
-    before, after = PpoSpec().step_graph(), share_weights(PpoSpec().step_graph(), "ref", "actor")
+    before, after = PpoSpec().step_graph(), PpoSpec().step_graph().sharing("ref", "actor")
     assert after.roles == THREE
     assert after.trained == ("actor", "critic")
     pairs = zip(before.operators, after.operators, strict=True)
@@ -66,7 +65,7 @@ def test_the_role_goes_and_its_operators_run_without_adapters() -> None:
 
 
 def test_nothing_else_about_the_graph_changes() -> None:
-    before, after = PpoSpec().step_graph(), share_weights(PpoSpec().step_graph(), "ref", "actor")
+    before, after = PpoSpec().step_graph(), PpoSpec().step_graph().sharing("ref", "actor")
     assert after.waves == before.waves
     assert after.after_barrier == before.after_barrier
     assert (after.inputs, after.evaluation, after.data) == (before.inputs, before.evaluation, before.data)

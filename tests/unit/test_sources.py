@@ -10,7 +10,7 @@ from small_runs import TINY, plan_of, spec_of
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import TEXT, column_of
+from flexrlhf.operators.columns import TEXT, Column
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.plan.algorithm_graph import heads_of, make_graph
 from flexrlhf.plan.score_sources import with_sources
@@ -119,7 +119,7 @@ def test_every_column_is_written_once_before_it_is_read(reward: str) -> None:
         assert not set(operator.writes) & known, operator.name
         known |= set(operator.writes)
         assert len(set(operator.reads)) == len(operator.reads), operator.name
-        assert all(column_of(name).name == name for name in operator.reads)
+        assert all(Column.of(name).name == name for name in operator.reads)
     names = [operator.name for operator in graph.operators]
     assert len(set(names)) == len(names) and graph.waves
 

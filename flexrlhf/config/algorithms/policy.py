@@ -9,10 +9,13 @@ from pydantic import Field, model_validator
 
 from flexrlhf.config.algorithms.base import LossAggregation, SampledSpec
 from flexrlhf.config.algorithms.policy_sections import CovarianceSpec, KlSpec, OverlongSpec, PtxSpec, Truncation
-from flexrlhf.operators.columns import PTX, TEXT, Quantity, qualified
-from flexrlhf.operators.graph import COMBINES, DIVERSITY, EVALUATION_SCORES, GENERATE, Graph, Operator, after
+from flexrlhf.operators.columns import TEXT, Qualifier, Quantity, qualified
+from flexrlhf.operators.graph import COMBINES, DIVERSITY, GENERATE, Graph, Operator, after
 
 SCORES = Operator("scores", "forward", "reward", TEXT, ("scores",))
+EVALUATION_SCORES = Operator(
+    "held_out_scores", "combine", "actor", ("scores", "response_mask", "finished"), function="held_out_scores"
+)
 
 
 class PolicySpec(SampledSpec):
@@ -225,10 +228,10 @@ def policy_graph(spec: PolicySpec, operators: tuple[Operator, ...], roles: tuple
     inputs: tuple[str, ...] = ("prompts", "prompt_mask")
     operators = _with_outcome(_with_selection(spec, operators))
     if spec.ptx is not None:
-        texts = qualified((*TEXT, "loss_mask"), PTX)
+        texts = qualified((*TEXT, "loss_mask"), Qualifier.PTX)
         inputs += texts
         operators = tuple(
-            replace(each, reads=(*each.reads, *texts), extra_loss=PTX) if each.name == "train_actor" else each
+            replace(each, reads=(*each.reads, *texts), extra_loss=Qualifier.PTX) if each.name == "train_actor" else each
             for each in operators
         )
     return Graph(

@@ -8,8 +8,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec, LossAggregation
-from flexrlhf.operators.columns import MISMATCHED, TEXT, qualified
-from flexrlhf.operators.graph import DIVERSITY, GENERATE, Graph, Operator, next_to_data
+from flexrlhf.operators.columns import TEXT, Qualifier, qualified
+from flexrlhf.operators.graph import DIVERSITY, GENERATE, Graph, Operator
 
 READ = (*TEXT, "loss_mask")
 LOGPROBS = Operator("logprobs", "forward", "actor", TEXT, ("logprobs",))
@@ -38,8 +38,8 @@ class SftSpec(AlgorithmSpec):
             evaluation=(
                 LOGPROBS,
                 Operator("perplexity", "combine", "actor", ("logprobs", "loss_mask"), function="likelihood"),
-                next_to_data(GENERATE),
-                next_to_data(DIVERSITY),
+                GENERATE.next_to_data,
+                DIVERSITY.next_to_data,
             ),
         )
 
@@ -173,19 +173,19 @@ class KtoSpec(PreferenceSpec):
 
     def step_graph(self) -> Graph:
         """Return a graph that forwards responses to other prompts, too, for the reference point of the losses."""
-        suffix = f".{MISMATCHED}"
-        texts = qualified(TEXT, MISMATCHED)
+        suffix = f".{Qualifier.MISMATCHED}"
+        texts = qualified(TEXT, Qualifier.MISMATCHED)
         forwards = tuple(
             replace(
                 each,
                 name=f"mismatched_{each.name}",
                 reads=texts,
-                writes=qualified(each.writes, MISMATCHED),
+                writes=qualified(each.writes, Qualifier.MISMATCHED),
                 suffix=suffix,
             )
             for each in (LOGPROBS, REF_LOGPROBS)
         )
-        compared = qualified(("logprobs", "ref_logprobs", "loss_mask"), MISMATCHED)
+        compared = qualified(("logprobs", "ref_logprobs", "loss_mask"), Qualifier.MISMATCHED)
         point = Operator(
             "reference_point",
             "combine",

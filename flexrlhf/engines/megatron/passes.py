@@ -36,7 +36,7 @@ from flexrlhf.engines.readout import (
     totals_of,
     without_gradient,
 )
-from flexrlhf.operators.columns import Column, Lengths, Quantity
+from flexrlhf.operators.columns import Column, Lengths
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class StagePasses:
 def _shapes(work: _Work, lengths: Lengths) -> dict[str, tuple[int, ...]]:
     """Return the shapes of what is computed of a micro-batch, by name."""
     rows = len(work.piece.batch)
-    widths: dict[Quantity, tuple[int, ...]] = {
+    widths: dict[str, tuple[int, ...]] = {
         "logprobs": (lengths.response,),
         "values": (lengths.response + 1,),
         "token_scores": (lengths.response,),

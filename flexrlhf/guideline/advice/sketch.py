@@ -12,7 +12,6 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.calls import texts_per_row
 from flexrlhf.guideline.simulation.model_free_costs import source_section
-from flexrlhf.operators.columns import FINAL_OUTCOME
 from flexrlhf.operators.graph import Graph, OperatorKind
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
@@ -227,8 +226,7 @@ class Sketch:
         """Placed model → the columns of a step that it reads and writes."""
         columns: dict[str, frozenset[str]] = {}
         for run in (*self.runs, *self._rare_runs):
-            outcomes = (FINAL_OUTCOME,) if run.operator.kind == "train" else ()
-            own = (*run.operator.reads, *run.operator.writes, *outcomes)
+            own = (*run.operator.reads, *run.operator.stored_columns)
             columns[run.model] = columns.get(run.model, frozenset()).union(own)
         return columns
 
