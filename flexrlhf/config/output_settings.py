@@ -195,6 +195,12 @@ class Switches(StrictModel):
         values = {name: getattr(self, name) for name in Switches.model_fields}
         return {name: value for name, value in values.items() if value != Switches.model_fields[name].default}
 
+    @property
+    def thrown_text(self) -> str:
+        """Text of these settings behind the title of a run: ``; debug: slots false``; empty without any."""
+        thrown = ", ".join(f"{name} {str(value).lower()}" for name, value in self.thrown.items())
+        return f"; debug: {thrown}" if thrown else ""
+
 
 NO_SWITCHES = Switches()
 

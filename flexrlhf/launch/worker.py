@@ -33,14 +33,13 @@ from flexrlhf.display.plain_lines import print_plainly
 from flexrlhf.errors import RunStopped, UserError, one_line
 from flexrlhf.launch.failures import ErrorReport
 from flexrlhf.launch.rank_watch import RankWatch
+from flexrlhf.launch.run_header import run_title, where_models_are
 from flexrlhf.placement.protocols import PURE
 from flexrlhf.plan.data_report import data_line, data_warnings, unread_line
 from flexrlhf.plan.hub_names import commits
 from flexrlhf.plan.operator_protocols import PROTOCOLS, own_splits
 from flexrlhf.plan.pipeline import make_plan, make_plans
-from flexrlhf.plan.placement_text import where_models_are
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.plan_text import run_title
 from flexrlhf.plan.run_data import RunData, data_sources, load_run_data
 from flexrlhf.runs.manifest import checkpoints_of
 from flexrlhf.runs.resume import ORDERS, OWN, RunOrder

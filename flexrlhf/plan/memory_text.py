@@ -10,13 +10,13 @@ from typing import Any
 
 from flexrlhf.memory.budget import Phase
 from flexrlhf.memory.rank_memory import RankMemory
-from flexrlhf.memory.states import State, reused_bytes
-from flexrlhf.placement.devices import CONTEXT_BYTES, DEVICE_CLASSES, communicator_bytes
+from flexrlhf.memory.states import State
+from flexrlhf.placement.devices import DEVICE_CLASSES
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.cache_size import is_short_of_cache
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import memory_suggestions, tightest_rank
-from flexrlhf.text import bytes_text, counted, ranks_text
+from flexrlhf.text import bytes_text, ranks_text
 
 NUM_MEASURED = 4
 NUM_SUGGESTIONS = 6
@@ -124,33 +124,6 @@ def _suggestions(plan: Plan) -> list[str]:
     return [f"to free memory on rank {rank}:", *lines] if lines else []
 
 
-def connected_memory(plan: Plan, rank: int, used: int, total: int) -> str:
-    """Return the bytes in use on a GPU once ranks are connected, before models are loaded, next to the planned ones."""
-    made = plan.communicators_of_groups(rank)
-    planned = int(CONTEXT_BYTES) + communicator_bytes(made)
-    return _in_use(f"rank {rank}: {counted(made, 'communicator')}", used, total, planned)
-
-
-def memory_in_use(plan: Plan, rank: int, moment: str, loaded: Mapping[ModelName, bool], used: int, total: int) -> str:
-    """Return the bytes in use on a GPU at a ``moment`` between instructions, next to the planned ones.
-
-    loaded:  models that are loaded, and whether they are on the device.
-    """
-    states = {name: plan.state(plan.placement[name], rank) or State(0) for name in loaded}
-    absent = {name for name, is_here in loaded.items() if not is_here}
-    resting = sum(state.resting - state.freed if name in absent else state.loaded for name, state in states.items())
-    return _in_use(f"rank {rank}: {moment}", used, total, _outside(plan, rank) + resting + reused_bytes(states, absent))
-
-
-def _outside(plan: Plan, rank: int) -> int:
-    """Return the planned bytes of a GPU outside torch: its context and the communicators of a rank."""
-    return int(CONTEXT_BYTES) + communicator_bytes(plan.communicators(rank))
-
-
-def _in_use(moment: str, used: int, total: int, planned: int) -> str:
-    return f"{moment}; {bytes_text(used)} of {bytes_text(total)} in use, planned {bytes_text(planned)}"
-
-
 def measured_memory(plan: Plan, facts: Mapping[str, Any], width: int = WIDTH) -> list[str]:
     """Return lines of planned against measured bytes of tensors, for the ranks whose measured peak is highest.
 
@@ -168,7 +141,7 @@ def measured_memory(plan: Plan, facts: Mapping[str, Any], width: int = WIDTH) ->
             planned = memory.peak_bytes if memory.is_complete else None
             parts = [f"{parts[0]};", _peaks("peak", planned, peaks[rank], "measured")]
             if used := in_use.get(rank):
-                whole = None if planned is None else planned + _outside(plan, int(rank))
+                whole = None if planned is None else planned + plan.outside_bytes(int(rank))
                 parts = [parts[0], f"{parts[1]};", _peaks("device", whole, used, "in use")]
         is_short = len(" ".join(parts)) + 2 <= width
         lines += [" ".join(parts)] if is_short else [parts[0], *(f"    {part}" for part in parts[1:])]

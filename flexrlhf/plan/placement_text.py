@@ -169,16 +169,3 @@ def computing_text(model: PlacedModel) -> str:
 def zero_text(model: PlacedModel) -> str:
     """Return the ZeRO stage, and whether each node stores all shards."""
     return f"{model.settings.zero}" + " in each node" * is_sharded_in_nodes(model)
-
-
-def where_models_are(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Return a row for each placed model: name, ranks, node and device class, engine, and whether it is trained."""
-    rows = []
-    for model in plan.placement.models:
-        devices = [plan.cluster.devices[rank] for rank in model.ranks]
-        nodes = tuple(sorted({device.node for device in devices}))
-        classes = sorted({device.device_class for device in devices} - {"any"})
-        where = " ".join([f"{'node' if len(nodes) == 1 else 'nodes'} {span_of(nodes)}", *classes])
-        role = "trained" if model.trained else f"copy of {model.role}" if model.follows else "frozen"
-        rows.append((model.name, ranks_text(model.ranks), where, computing_text(model), role))
-    return tuple(rows)

@@ -1,4 +1,4 @@
-"""Text of a plan before a run: plain, of fixed width; and the header of the run."""
+"""Text of a plan before a run: plain, of fixed width."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from flexrlhf.config.output_settings import Switches
 from flexrlhf.memory.packed_rows import packs_texts, reads_masks, shares_prompts
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
@@ -28,7 +27,7 @@ from flexrlhf.text import bytes_text, counted, ranks_text, span_of
 def _head(plan: Plan) -> str:
     spec, devices = plan.spec, counted(plan.placement.num_ranks, "device")
     run = f"{spec.name}: {spec.algorithm.name}, {plan.strategy} on {devices}, {counted(spec.steps, 'step')}"
-    return run + switches_text(spec.debug)
+    return run + spec.debug.thrown_text
 
 
 def format_plan(plan: Plan) -> str:
@@ -235,16 +234,3 @@ def _groups(plan: Plan) -> list[str]:
     others = f"{', '.join(apart[:-1])} and {apart[-1]}"
     shared = f"{counted(most, 'communicator')} on a rank: of the same ranks all share one but {others}"
     return [*lines, shared] if most else lines or ["none: one rank"]
-
-
-def run_title(plan: Plan, device: str) -> str:
-    """Return a line on a run: its algorithm, its strategy and its devices. ``device``: cpu or cuda."""
-    spec, where = plan.spec, counted(plan.placement.num_ranks, "CPU rank" if device == "cpu" else "GPU")
-    run = f"{spec.name}: {spec.algorithm.name}, {counted(spec.steps, 'step')}, {plan.strategy} on {where}"
-    return run + switches_text(spec.debug)
-
-
-def switches_text(switches: Switches) -> str:
-    """Return the switches of a run, behind its title: ``; debug: slots false``; nothing for a run without any."""
-    thrown = ", ".join(f"{name} {str(value).lower()}" for name, value in switches.thrown.items())
-    return f"; debug: {thrown}" if thrown else ""

@@ -10,8 +10,11 @@ from pathlib import Path
 import torch
 
 from flexrlhf.errors import RunStopped, is_exhaustion
+from flexrlhf.memory.states import State, reused_bytes
 from flexrlhf.placement.placed import ModelName
+from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Offload, Reload
+from flexrlhf.text import bytes_text, counted
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.loaded_models import LoadedModel
 
@@ -113,6 +116,28 @@ class PeakMemory(Observer):
             if isinstance(instruction, Offload) and self._models[name].placed.has_cache and name not in self._asleep:
                 self._asleep.add(name)
                 self._report(f"{name} sleeps", self._models)
+
+
+def connected_memory(plan: Plan, rank: int, used: int, total: int) -> str:
+    """Return the bytes in use on a GPU once ranks are connected, before models are loaded, next to the planned ones."""
+    made = f"rank {rank}: {counted(plan.communicators_of_groups(rank), 'communicator')}"
+    return _in_use(made, used, total, plan.outside_bytes(rank, only_of_groups=True))
+
+
+def memory_in_use(plan: Plan, rank: int, moment: str, loaded: Mapping[ModelName, bool], used: int, total: int) -> str:
+    """Return the bytes in use on a GPU at a ``moment`` between instructions, next to the planned ones.
+
+    loaded:  models that are loaded, and whether they are on the device.
+    """
+    states = {name: plan.state(plan.placement[name], rank) or State(0) for name in loaded}
+    absent = {name for name, is_here in loaded.items() if not is_here}
+    resting = sum(state.resting - state.freed if name in absent else state.loaded for name, state in states.items())
+    planned = plan.outside_bytes(rank) + resting + reused_bytes(states, absent)
+    return _in_use(f"rank {rank}: {moment}", used, total, planned)
+
+
+def _in_use(moment: str, used: int, total: int, planned: int) -> str:
+    return f"{moment}; {bytes_text(used)} of {bytes_text(total)} in use, planned {bytes_text(planned)}"
 
 
 def use_expandable_segments() -> None:

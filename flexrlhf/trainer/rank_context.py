@@ -12,7 +12,6 @@ from flexrlhf.data.turn_tokens import ReadReply
 from flexrlhf.display.events import Doing, Note, Send
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.placement.placed import ModelName
-from flexrlhf.plan.memory_text import connected_memory, memory_in_use
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData, turn_tokens
 from flexrlhf.plan.run_tokenizer import ResponseText, load_tokenizer, response_text
@@ -20,7 +19,7 @@ from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_turns import EnvironmentCaller, make_environment_caller, open_log
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.loaded_models import LoadedModel, load_models
-from flexrlhf.trainer.memory_meter import MemoryMeter, Models, Report
+from flexrlhf.trainer.memory_meter import MemoryMeter, Models, Report, connected_memory, memory_in_use
 from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.trainer.text_operators import ExternalScorers, make_external_scorers
 

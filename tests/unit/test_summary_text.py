@@ -9,9 +9,10 @@ from small_runs import plan_of
 
 from flexrlhf.display.summary_text import format_summary, sample_pairs
 from flexrlhf.metrics import METRICS
-from flexrlhf.plan.memory_text import connected_memory, measured_memory, memory_in_use
+from flexrlhf.plan.memory_text import measured_memory
 from flexrlhf.plan.plan_text import format_plan, format_short_plan
 from flexrlhf.text import bytes_text
+from flexrlhf.trainer.memory_meter import connected_memory, memory_in_use
 
 
 def sample(rows: str, step: int, prompt: str, response: str, **score: float | None) -> dict[str, Any]:
