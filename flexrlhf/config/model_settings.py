@@ -180,9 +180,6 @@ class ModelSpec(StrictModel):
         description="attention over context-parallel ranks: ulysses exchanges tokens for heads, in ring keys and "
         "values travel, also between nodes; auto: ulysses where cp x tp divides the heads",
     )
-    sequence_parallel: bool = Field(
-        True, description="tensor-parallel ranks split what lies between split layers along the texts (megatron)"
-    )
     dtype: Dtype = Field(
         "float32",
         description="type of weights and passes; a trained model keeps float32 master weights; where none is written, "

@@ -375,7 +375,6 @@ class Spec(StrictModel):
         factors = {
             "algorithm.prompts_per_step": algorithm.prompts_per_step,
             "algorithm.samples_per_prompt": algorithm.samples_per_prompt,
-            "algorithm.rollouts_per_step": getattr(algorithm, "rollouts_per_step", 1),
             "algorithm.dynamic_sampling.rounds": algorithm.attempts,
             f"rollout.{of_segments}": self.num_segments,
         }

@@ -437,7 +437,7 @@ def layers_on_rank(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
         settings.tp,
         settings.lora,
         fused=model.facts.fused_layers,
-        sharers=settings.tp if model.facts.sequence_parallel and settings.sequence_parallel else 1,
+        sharers=settings.tp if model.facts.sequence_parallel else 1,
         pp=layout.pp,
         stage=layout.stage(rank),
         tiled=settings.tiled_mlp,

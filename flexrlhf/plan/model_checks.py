@@ -172,13 +172,6 @@ def _check_mapped(model: PlacedModel, shape: ModelShape | None, longest: int) ->
     found = _other_family(shape, STAGED)
     if shape is None or found is not None:
         raise model.refusal("engine", f"{model.engine} maps {', '.join(STAGED)} models, found {found}; use {others}")
-    is_shared = model.settings.tp > 1 and shape.sizes is not None and shape.sizes.experts is not None
-    if is_shared and not model.settings.sequence_parallel:
-        raise model.refusal(
-            "sequence_parallel",
-            f"{model.settings.tp} tensor-parallel ranks share experts by the tokens "
-            f"of each, found false; use true, or tp 1",
-        )
     lora = model.settings.lora
     adapted = {*expert_candidates(shape.parameters)} & {*(() if lora is None else lora.targets or ())}
     if adapted:

@@ -20,8 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIF
 from flexrlhf.comm.weights import merged
 from flexrlhf.config.model_settings import Dtype, ModelSpec, SavedDtype
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import load_spec, parse_spec
-from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.chat import read_chat_format
 from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.engines.models import DTYPES
@@ -86,7 +85,7 @@ def find_trained_model(run: Path, role: str | None) -> TrainedModel:
     chosen = role or roles[0]
     if chosen not in roles:
         raise UserError(f"--model {chosen}: {checkpoint} has {', '.join(roles)}{nearest(chosen, roles)}")
-    spec, reader = in_cache(parse_spec(read_yaml(manifest.spec))), PieceReader(checkpoint, chosen)
+    spec, reader = in_cache(manifest.settings), PieceReader(checkpoint, chosen)
     prefix = piece_key(WEIGHTS, "")
     names = sorted(key.removeprefix(prefix) for key in reader.pieces if key.startswith(prefix))
     config = (checkpoint / f"{chosen}.config.json").read_text()

@@ -12,10 +12,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 
 FOLDER = "checkpoints"
@@ -87,6 +90,11 @@ class Manifest:
     files: Mapping[str, FileEntry]
     progress: Progress
     inputs: Mapping[str, str] | None = None
+
+    @cached_property
+    def settings(self) -> Spec:
+        """Settings of the run. Raises UserError for some that this version does not have."""
+        return parse_spec(read_yaml(self.spec), "settings of the run that wrote the checkpoint")
 
 
 def checkpoint_directory(run: Path, next_step: int) -> Path:

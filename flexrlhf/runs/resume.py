@@ -15,7 +15,6 @@ from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.number_settings import differing_settings, type_changes
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec, spec_data
-from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import fixed_inputs
@@ -142,7 +141,7 @@ def _checked(plan: Plan, every: list[Path], continues: bool, accepts: bool) -> R
     found = _with_rows(plan, every)
     manifest, notes = _first_readable(found), list[str]()
     if manifest is not None:
-        before = parse_spec(read_yaml(manifest.spec))
+        before = manifest.settings
         _check_settings(plan, before, found[0], (*FREE, *DRAINED))
         _check_copies(plan, before, found[0])
         _check_steps(plan, before, manifest.progress.next_step, found[0])
@@ -185,7 +184,7 @@ def _with_rows(plan: Plan, every: list[Path]) -> list[Path]:
         manifest = _first_readable([path])
         if manifest is None:
             unread.append(path)
-        elif not _lacks_rows(plan, parse_spec(read_yaml(manifest.spec)), manifest.progress.next_step):
+        elif not _lacks_rows(plan, manifest.settings, manifest.progress.next_step):
             return [*unread, *every[number:]]
     return every
 

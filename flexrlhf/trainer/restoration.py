@@ -9,15 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch.distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import parse_spec
-from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.engines.base import WEIGHTS
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.placement.layout import BatchShape
@@ -54,10 +51,10 @@ class StartingPoint:
     def next_step(self) -> int:
         return self.manifest.progress.next_step
 
-    @cached_property
+    @property
     def spec(self) -> Spec:
         """Settings of the run that wrote it."""
-        return parse_spec(read_yaml(self.manifest.spec))
+        return self.manifest.settings
 
     def run_start(self, plan: Plan) -> RunStart:
         """Return the first steps that the run of ``plan`` goes on with."""

@@ -621,7 +621,7 @@ COMPUTE: dict[str, Raw] = {
         "actor": {"engine": "megatron", "pp": 2, "shadow": {"engine": "deepspeed", "zero": 3}},
         "critic": {"engine": "megatron", "shadow": {"engine": "torch"}},
         "ref": {"engine": "deepspeed", "zero": 3},
-        "reward": {"engine": "megatron", "tp": 2, "sequence_parallel": False},
+        "reward": {"engine": "megatron", "tp": 2},
     },
     "megatron-cp": {
         "actor": {"engine": "megatron", "cp": 2, "context_parallel": "ring", "shadow": {"engine": "torch", "cp": 1}},
@@ -807,7 +807,7 @@ DEFAULT = [
     Case("sft-chats", "all", 2),
     Case("dpo-chats", "halves", 2),
     Case("retokenized-second", "co-located", 2, "deepspeed-3", "torch-tp"),
-    Case("rollouts", "co-located", 2, "tp-3", "torch"),
+    Case("in thirds", "co-located", 2, "tp-3", "torch"),
     Case("scarce", "halves", 2, "torch-3", "torch-narrow"),
     Case("tokens-mixed", "halves", 2, "unpacked"),
     Case("epochs", "halves", 2, "recomputed"),

@@ -30,7 +30,7 @@ TIED = {"tie_word_embeddings": True}
 PADDED = {"pad_token_id": 3}
 SCALED = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
 
-MEGATRON = ("tp", "pp", "cp", "context_parallel", "zero", "sequence_parallel", "activation_checkpointing", "pack_texts")
+MEGATRON = ("tp", "pp", "cp", "context_parallel", "zero", "activation_checkpointing", "pack_texts")
 """Settings of a case that change no number."""
 
 
@@ -68,7 +68,7 @@ CASES = {
     "tp dp, distributed optimizer": Case(FOUR, settings={"tp": 2, "zero": 1}),
     "pp dp, distributed optimizer, tied": Case(FOUR, {**LLAMA, **TIED}, settings={"pp": 2, "zero": 1}),
     "four stages, tied": Case(FOUR, {**QWEN2, **TIED}, settings={"pp": 4}),
-    "values, tp pp": Case(FOUR, head="scalar", settings={"tp": 2, "pp": 2, "sequence_parallel": False}),
+    "values, tp pp": Case(FOUR, head="scalar", settings={"tp": 2, "pp": 2}),
     "qwen3, tp dp": Case(FOUR, QWEN3, settings={"tp": 2}),
     "qwen2, tp, recomputed": Case((1, 3), QWEN2, settings={"tp": 2, "activation_checkpointing": True}),
     "mistral, pp, unpacked": Case(

@@ -73,7 +73,6 @@ ALONE = {
 }
 TOGETHER = {
     "tp": Case(2, settings={"tp": 2}),
-    "tp, whole norms": Case(2, settings={"tp": 2, "sequence_parallel": False}),
     "tp, recomputed": Case(2, settings={"tp": 2, **RECOMPUTED}),
     "tp, experts": Case(2, init=MIXTRAL, settings={"tp": 2}),
     "tp, two stages, experts, recomputed": Case(4, init=MIXTRAL, settings={"tp": 2, "pp": 2, **RECOMPUTED}),

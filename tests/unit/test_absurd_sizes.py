@@ -29,7 +29,7 @@ SIZES = [
     (("cluster={nodes: [{count: 1000000000, devices: 8}]}",), "cluster: 8000000000 devices"),
     (("algorithm.prompts_per_step=1e9",), f"1000000000 rows a step, more than a plan takes: use at most {MAX_ROWS}"),
     (("algorithm.prompts_per_step=1000", "algorithm.samples_per_prompt=1001"), "1001000 rows a step"),
-    (("algorithm.rollouts_per_step=1000000",), "use at most 125000 algorithm.rollouts_per_step"),
+    (("algorithm.prompts_per_step=2000000",), "use at most 1000000 algorithm.prompts_per_step"),
     (("rollout={segment_tokens: 16, max_segments: 1000000000}",), "use at most 125000 rollout.max_segments"),
     (
         ("rollout={segment_tokens: 1}", "data.max_response_tokens=1000000"),

@@ -151,7 +151,7 @@ ALGORITHMS = {
     "ac-share": (),
     "grpo": (FUNCTION,),
     "grpo without a reference": (FUNCTION, "algorithm.kl=null"),
-    "grpo in rounds": ("algorithm.dynamic_sampling={rounds: 2}", "algorithm.rollouts_per_step=2"),
+    "grpo in rounds": ("algorithm.dynamic_sampling={rounds: 2}",),
     "grpo of long rows": (FUNCTION, "data.max_prompt_tokens=4096", "data.max_response_tokens=4096"),
     "rloo": (WEIGHTED,),
     "gspo": ("algorithm.samples_per_prompt=3",),

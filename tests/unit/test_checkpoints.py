@@ -327,6 +327,16 @@ def test_a_checkpoint_without_digests_goes_on_and_says_so(plan: Plan) -> None:
     assert "of an older version, so that models and code are not compared" in resumed.notes[0]
 
 
+def test_a_checkpoint_with_a_setting_that_is_gone_is_refused_in_one_sentence(plan: Plan) -> None:
+    directory = written_checkpoint(plan, 4)
+    manifest = read_manifest(directory)
+    older = manifest.spec.replace("prompts_per_step:", "rollouts_per_step: 1\n  prompts_per_step:")
+    write_manifest(directory, replace(manifest, spec=older))
+    sentence = "^settings of the run that wrote the checkpoint: algorithm: unknown key 'rollouts_per_step'.*"
+    with pytest.raises(UserError, match=sentence):
+        resume_runs((plan,), "auto")
+
+
 def test_more_steps_need_the_rows_that_a_lag_generates_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

@@ -74,11 +74,6 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
             "unknown family; use engine torch or deepspeed",
         ),
         (
-            (*critic(**EXPERTS), "models.critic.tp=2", "models.critic.sequence_parallel=false"),
-            "models.critic.sequence_parallel: 2 tensor-parallel ranks share experts by the tokens of each, found "
-            "false; use true, or tp 1",
-        ),
-        (
             (*critic(**EXPERTS), "models.critic.lora={targets: [q_proj, down_proj]}"),
             "models.critic.lora: megatron has no adapters of experts, found targets down_proj; use targets of "
             "attention, or engine torch or deepspeed",

@@ -59,7 +59,6 @@ def refused(override: str) -> str:
         ("algorithm.ptx={coefficient: 1}", "algorithm.ptx.path"),
         ("algorithm.ptx={path: a, coefficient: 0}", "algorithm.ptx.coefficient: must be greater than 0, found 0"),
         ("algorithm.freeze_actor_steps=-1", "algorithm.freeze_actor_steps: must be greater than or equal to 0"),
-        ("algorithm.rollouts_per_step=0", "algorithm.rollouts_per_step: must be greater than or equal to 1"),
         ("algorithm.truncation=mask-loss", "truncation: mask-loss goes with scores that are compared within a group"),
         (
             "algorithm={name: grpo, truncation: mask-loss, dynamic_sampling: {rounds: 2}}",
@@ -80,11 +79,6 @@ def test_every_form_of_truncation() -> None:
     for word in ("none", "bootstrap", "mask"):
         assert PpoSpec.model_validate({"truncation": word}).truncation == word
     assert PpoSpec.model_validate({"truncation": {"penalty": 2}}).truncation == TruncationPenalty(penalty=2.0)
-
-
-def test_a_step_is_of_all_its_rollouts() -> None:
-    spec = PpoSpec(prompts_per_step=8, rollouts_per_step=3)
-    assert (spec.num_prompts, PpoSpec(prompts_per_step=8).num_prompts) == (24, 8)
 
 
 # --- the graph

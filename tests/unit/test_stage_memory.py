@@ -218,8 +218,8 @@ def test_tensor_parallel_ranks_share_the_norms() -> None:
     assert sizes is not None
     whole, shared = (Blocks(sizes, 2, tp=2, fused=True, sharers=number).saved_by_layer(0) for number in (1, 2))
     assert whole - shared == 8 * HIDDEN + 4  # half of two norms of 4 + 2b bytes a feature
-    models = placed(1, 2, 1), placed(1, 2, 1, sequence_parallel=False), placed(1, 1, 1)
-    assert [layers_on_rank(each, sizes, 0).sharers for each in models] == [2, 1, 1]
+    models = placed(1, 2, 1), placed(1, 1, 1)
+    assert [layers_on_rank(each, sizes, 0).sharers for each in models] == [2, 1]
 
 
 def test_adapters_of_fused_layers_share_matrices() -> None:

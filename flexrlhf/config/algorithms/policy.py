@@ -60,7 +60,6 @@ class PolicySpec(SampledSpec):
         "and as responses; {penalty: p}: score - p",
     )
     overlong: OverlongSpec | None = Field(None, description="null: no punishment of long responses")
-    rollouts_per_step: int = Field(1, ge=1, description="batches of prompts_per_step prompts in one training step")
     freeze_actor_steps: int = Field(0, ge=0, description="steps at the start in which the actor is not trained")
     ptx: PtxSpec | None = Field(None, description="null: no pretraining loss")
 
@@ -68,10 +67,6 @@ class PolicySpec(SampledSpec):
     """Whether scores are compared within a group, for ``kl.place: advantages`` and ``truncation: mask-loss``."""
     HAS_CRITIC: ClassVar[bool] = False
     """Whether a critic estimates values."""
-
-    @property
-    def num_prompts(self) -> int:
-        return self.prompts_per_step * self.rollouts_per_step
 
     @property
     def counts_rejected(self) -> bool:

@@ -52,7 +52,7 @@ def transformer_config(placed: PlacedModel, sizes: Sizes, config: Any) -> Transf
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        sequence_parallel=layout.tp > 1 and settings.sequence_parallel,
+        sequence_parallel=layout.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
