@@ -36,10 +36,10 @@ from flexrlhf.guideline.search.problem import (
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.search.tables import Tables, tables_of
 from flexrlhf.operators.graph import CallKind
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Relation, mesh_relation
 
-DEVICE = DEVICE_CLASSES["A100-80G"]
+DEVICE = DeviceClass.KNOWN["A100-80G"]
 LINKS = Links(DEVICE.link_gb_s, DEVICE.node_gb_s)
 PER_NODE, PROMPT, RESPONSE = 8, 1024, 1024
 USABLE = 0.9

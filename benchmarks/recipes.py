@@ -26,7 +26,7 @@ from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import simulate
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import tightest_rank
@@ -122,7 +122,7 @@ class Recipe:
         (tp, share), shape = self.vllm, model_shape("actor", ModelSpec.model_validate({"init": self.run.model}))
         assert shape is not None and shape.sizes is not None, "models by name have sizes"
         token = 4 * shape.sizes.layers * shape.sizes.kv_heads * shape.sizes.head_dim
-        memory = share * DEVICE_CLASSES[self.run.devices[0][1]].memory_gb * 2**30
+        memory = share * DeviceClass.KNOWN[self.run.devices[0][1]].memory_gb * 2**30
         return {"engine": "vllm", "tp": tp, "kv_tokens": int((tp * memory - 2 * shape.num_parameters) / token)}
 
 

@@ -26,7 +26,7 @@ from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, WarmUp
 from flexrlhf.config.setting_list import SettingRow, setting_sections, yaml_text
 from flexrlhf.config.strict_model import plain_text
 from flexrlhf.metrics import METRICS
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 
 ROOT = Path(__file__).parents[1]
 PICTURE = re.compile(r"(<!-- picture: (?P<arguments>.+?) -->\n\n```text\n)(?P<picture>.*?)(```\n)", re.DOTALL)
@@ -306,7 +306,7 @@ def _devices() -> str:
     head = ("class", "TFLOP/s, 16 bits", "GiB", "GB/s of memory", "of a link", "to the host", "of a node")
     rows = [
         (item.name, item.tflops, item.memory_gb, item.memory_gb_s, item.link_gb_s, item.host_gb_s, item.node_gb_s)
-        for item in DEVICE_CLASSES.values()
+        for item in DeviceClass.KNOWN.values()
     ]
     return _table(head, [[f"`{row[0]}`", *(f"{value:g}" for value in row[1:])] for row in rows])
 

@@ -16,7 +16,7 @@ from benchmarks.calibration.command import command
 from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_rows
 from flexrlhf.guideline.costs.kernels import FIGURES, KernelFigures, elements_seconds, matmul_seconds
-from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
+from flexrlhf.placement.devices import DeviceClass
 
 # Hidden size, feed-forward size, heads, key-value heads of the profiled models (their config files); heads of 128.
 _SHAPES = {
@@ -142,7 +142,7 @@ def fit(cases: list[KernelCase]) -> dict[str, float]:
 
 def _errors(cases: list[KernelCase], values: Mapping[str, float]) -> list[float]:
     figures = KernelFigures(**{name: value for name, value in values.items() if name != "matmul"})
-    devices = {name: replace(each, matmul=values["matmul"]) for name, each in DEVICE_CLASSES.items()}
+    devices = {name: replace(each, matmul=values["matmul"]) for name, each in DeviceClass.KNOWN.items()}
     return [abs(case.seconds(figures, devices[case.device.name]) / case.measured - 1) for case in cases]
 
 

@@ -17,7 +17,7 @@ from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.rows import Prediction, Row, read_rows
 from flexrlhf.guideline.costs.cost_model import Links, Traffic
 from flexrlhf.guideline.costs.links import ACROSS, WITHIN, LinkFigures, all_reduce_seconds, travel_seconds
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 
 Figures = tuple[LinkFigures, LinkFigures]
 
@@ -108,7 +108,7 @@ def _case(row: Row) -> LinkCase | str:
         return "devices unstated"
     if "pairwise" in row["cluster"] and row["collective"] == "send_recv":
         return "the same timings are published for A100s and H100s"
-    device, node_gb_s = DEVICE_CLASSES[family[0]], family[1]
+    device, node_gb_s = DeviceClass.KNOWN[family[0]], family[1]
     return LinkCase(row, Links(device.link_gb_s, node_gb_s), float(row["time_ms"]) / 1e3)
 
 

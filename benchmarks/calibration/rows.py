@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 
 from flexrlhf.guideline.costs.cost_model import Transformer
-from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
+from flexrlhf.placement.devices import DeviceClass
 
 Row = dict[str, str]
 
@@ -88,7 +88,7 @@ def read_rows(directory: Path, name: str) -> list[Row]:
 
 def device_of(row: Row) -> DeviceClass | None:
     """Return the device class of a row; None for one that the catalogue lacks."""
-    return DEVICE_CLASSES.get(_CLASSES.get(row["gpu"], row["gpu"]))
+    return DeviceClass.KNOWN.get(_CLASSES.get(row["gpu"], row["gpu"]))
 
 
 def read_models(directory: Path) -> dict[str, Transformer]:

@@ -20,7 +20,7 @@ from benchmarks.systems.engines import PROFILES
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Recompute, Transformer
 from flexrlhf.guideline.costs.profiles import EngineProfile
 from flexrlhf.guideline.costs.training import train_cost
-from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
+from flexrlhf.placement.devices import DeviceClass
 
 Item = TypeVar("Item", DeviceClass, EngineProfile)
 Knob = tuple[tuple[str, ...], str]
@@ -165,7 +165,7 @@ def fitted() -> dict[str, float]:
 
 
 def _values() -> dict[Knob, float]:
-    owners: dict[str, Mapping[str, DeviceClass | EngineProfile]] = {"device": DEVICE_CLASSES, "profile": PROFILES}
+    owners: dict[str, Mapping[str, DeviceClass | EngineProfile]] = {"device": DeviceClass.KNOWN, "profile": PROFILES}
     now = {knob: getattr(owners[kind][knob[0][0]], knob[1]) for knob, kind in _KNOBS.items()}
     return now | {_SAVE: SAVE_GB_S}
 

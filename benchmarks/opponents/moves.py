@@ -14,7 +14,7 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec, ScheduleSpec, Spec, SyncSpec
 from flexrlhf.config.spec_file import parse_spec, spec_data
 from flexrlhf.operators.graph import Graph
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
 
@@ -275,7 +275,7 @@ def broad(moves: Moves, start: Raw, rollout: str | None, is_open: bool) -> Raw:
         if role in moves.graph.trained:
             own |= {"activation_checkpointing": True, "offload_activations": switches["offload_activations"]}
         change |= {f"models.{role}.{key}": value for key, value in own.items()}
-    if not all(DEVICE_CLASSES[node.device_class].bf16 for node in moves.spec.cluster.nodes):
+    if not all(DeviceClass.KNOWN[node.device_class].bf16 for node in moves.spec.cluster.nodes):
         change |= {f"models.{role}.dtype": "float16" for role in start["models"] if role != "all"}
     if rollout is not None:
         change |= {"rollout": {"engine": rollout}, f"models.{moves.graph.generated}.generate_tokens": 4 * moves.row}

@@ -18,6 +18,7 @@ from flexrlhf.config.data_settings import MOST_TOKENS
 from flexrlhf.config.spec import MAX_LAG
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
+from flexrlhf.placement.cluster import Cluster
 
 if TYPE_CHECKING:
     from flexrlhf.config.spec import Spec
@@ -129,7 +130,6 @@ def advise(
     from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.simulation.lengths import expected_lengths
     from flexrlhf.guideline.simulation.usage import read_prices
-    from flexrlhf.placement.cluster import make_cluster
 
     if per_operator and tie is not None:
         raise UserError(f"--tie {tie:g}: --per-operator takes the fastest placement; leave one out")
@@ -168,7 +168,7 @@ def advise(
         spec = basis.run.record.plan.spec
     else:
         spec = options.spec(config, tuple(set_ or ()))
-    prices = read_prices(price, make_cluster(spec.cluster).classes)
+    prices = read_prices(price, Cluster.of(spec.cluster).classes)
     expected = basis.lengths(lengths, mean_response, read=partial(expected_lengths, spec, lengths, mean_response))
     if basis.run is not None and is_as_trained:
         found = _on_run(replace(basis.run, lengths=expected), seconds, tie, take, max_batch, prices)

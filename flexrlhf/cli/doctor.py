@@ -12,7 +12,7 @@ from flexrlhf.cli.planning import plan_runs
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import RunStopped
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
-from flexrlhf.placement.hosts import Hosts, check_single_planner
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 
 Timeout = Annotated[
@@ -34,7 +34,7 @@ def doctor(
     """
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
     specs = runs.specs(nnodes)
-    check_single_planner(specs, hosts)
+    hosts.check_single_planner(specs)
     plans = plan_runs(specs)
     hosts.check_cluster(plans[0].cluster)
     if not runs.paths:

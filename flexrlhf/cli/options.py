@@ -18,7 +18,6 @@ from flexrlhf.config.spec_file import SpecFile, check_scopes, path_settings, spl
 from flexrlhf.config.user_paths import is_yaml
 from flexrlhf.data.quickstart import config_paths
 from flexrlhf.errors import UserError
-from flexrlhf.placement.hosts import equal_nodes
 from flexrlhf.plan.algorithm_graph import make_graph
 
 
@@ -190,3 +189,12 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     return call
+
+
+def equal_nodes(devices: int, nnodes: int) -> str:
+    """Return ``cluster.nodes`` for a number of devices in equal nodes. Raises UserError if it does not divide."""
+    if devices % nnodes:
+        raise UserError(
+            f"--nnodes {nnodes} does not divide the {devices} devices of the cluster; list its nodes in cluster.nodes"
+        )
+    return f"[{{count: {nnodes}, devices: {devices // nnodes}}}]"

@@ -20,15 +20,7 @@ from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
 from flexrlhf.errors import RunStopped, UserError, either
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
-from flexrlhf.placement.hosts import (
-    Hosts,
-    check_restarts,
-    check_single_planner,
-    check_srun,
-    hosts_of,
-    rank_notice,
-    under_torchrun,
-)
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.memory_text import measured_memory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan, format_short_plan
@@ -96,7 +88,7 @@ def run(
 
     Starts one process for each device of this node; under torchrun it is one of the ranks.
     """
-    hosts = hosts_of(launcher, Hosts(nnodes, node_rank, rdzv_endpoint), os.environ)
+    hosts = Hosts(nnodes, node_rank, rdzv_endpoint).of_launcher(launcher, os.environ)
     under_ray, is_quickstart = launcher == "ray", not runs.paths
     if preflight and dry_run:
         raise UserError("--preflight and --dry-run exclude each other, since a preflight starts ranks: remove one")
@@ -107,11 +99,11 @@ def run(
     check_restarts(max_restarts)
     _check_fresh(fresh, is_quickstart, resume)
     replanned = None if replan is None else _replan_settings(replan, launcher, hosts)
-    if (notice := rank_notice()) is not None:
+    if (notice := Hosts.rank_notice()) is not None:
         print_error(notice)
     with _said_to_others(Hosts() if dry_run else hosts):
         specs = runs.specs(hosts.nnodes)
-        check_single_planner(specs, hosts)
+        hosts.check_single_planner(specs)
         plans = plan_runs(specs)
         for spec in specs if replanned is not None else ():
             if not spec.checkpoint.on_signal:
@@ -121,7 +113,7 @@ def run(
     if dry_run:
         _check(plans, resume, is_quickstart, accept_changes)
         return
-    if idle := check_srun(launcher, hosts, plans[0].cluster, os.environ):
+    if idle := hosts.check_srun(launcher, plans[0].cluster, os.environ):
         print_error(idle)
     with starting_factory(not under_ray, is_copied=True) as factory:
         from flexrlhf.launch.preparation import prepare_job
@@ -207,7 +199,7 @@ def _check_fresh(fresh: bool, is_quickstart: bool, resume: str | None) -> None:
 
 def _replan_settings(text: str, launcher: str, hosts: Hosts) -> tuple[int, float | None]:
     """Return the steps between two decisions, and the time of a restart, if that is given. Raises UserError."""
-    if hosts.nnodes > 1 or launcher == "ray" or under_torchrun():
+    if hosts.nnodes > 1 or launcher == "ray" or Hosts.under_torchrun():
         raise UserError(
             f"--replan {text}: goes with the ranks of one machine that this command starts; elsewhere `flexrlhf advise "
             f"--from RUN` says whether to stop and --resume under another placement"
@@ -302,3 +294,9 @@ def next_commands(plan: Plan, is_quickstart: bool) -> list[str]:
             (f"flexrlhf compare {directory}.1 {directory}", "both runs side by side"),
         ]
     return ["next", *(line for command, purpose in commands for line in (f"  {purpose}", f"    {command}"))]
+
+
+def check_restarts(max_restarts: int) -> None:
+    """Raise UserError for restarts under torchrun, which starts the ranks and so restarts them."""
+    if max_restarts and Hosts.under_torchrun():
+        raise UserError(f"--max-restarts {max_restarts}: torchrun started this rank, so use its own --max-restarts")

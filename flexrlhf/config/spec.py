@@ -488,3 +488,7 @@ class Spec(StrictModel):
         own = ((role, model) for role, model in self.models if model is not None and model.retokenize)
         texts = tuple((role, model.max_text_tokens or LONGER * (prompt + response)) for role, model in own)
         return Lengths(prompt, response, texts)
+
+    def with_device(self, device: str) -> Spec:
+        """Return the spec with ``cluster.device`` set to cpu or cuda, for ranks that must not choose by themselves."""
+        return self.model_copy(update={"cluster": self.cluster.model_copy(update={"device": device})})

@@ -11,7 +11,7 @@ from flexrlhf.config.spec import MAX_DEVICES
 from flexrlhf.errors import UserError
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import DOT, Translation
-from flexrlhf.placement.devices import DEVICE_CLASSES, GPUS_PER_NODE
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.weights.shapes import model_shape
 
 _CLASS_WORDS = {
@@ -44,7 +44,7 @@ def machines(out: Translation, job: JobSettings, nodes: Setting | None, per_node
     is_missing = any(each.key.rpartition(".")[2] in ("nnodes", "num_nodes") for each in job.unresolved.values())
     if per_node is None or is_missing:
         out.note("the number of devices is not in the file: one node of eight is assumed")
-    return 1 if nodes is None else nodes.value, GPUS_PER_NODE if per_node is None else per_node.value
+    return 1 if nodes is None else nodes.value, DeviceClass.PER_NODE if per_node is None else per_node.value
 
 
 def put_cluster(out: Translation, machines: Sequence[tuple[int, int]], *sources: Setting | str | None) -> None:
@@ -67,7 +67,7 @@ def put_cluster(out: Translation, machines: Sequence[tuple[int, int]], *sources:
 
 def machines_of(gpus: int) -> tuple[int, int]:
     """Return machines of eight, or one with fewer, that have a number of devices, and the devices of one."""
-    devices = next(each for each in range(min(gpus, GPUS_PER_NODE), 0, -1) if gpus % each == 0)
+    devices = next(each for each in range(min(gpus, DeviceClass.PER_NODE), 0, -1) if gpus % each == 0)
     return gpus // devices, devices
 
 
@@ -87,7 +87,7 @@ def put_apart(
     """Write devices that train and others that generate: of the same machines if these have room, else of others."""
     (count, devices), (others, more) = training, generating
     trains = list(range(count * devices))
-    if count == others and devices + more <= GPUS_PER_NODE:
+    if count == others and devices + more <= DeviceClass.PER_NODE:
         whole = devices + more
         put_cluster(out, [(count, whole)], *sources)
         trains = [node * whole + rank for node in range(count) for rank in range(devices)]
@@ -155,9 +155,9 @@ def put_vllm(
     engines:  number of engines; None: as many as the devices that generate allow.
     """
     size, devices = 1 if tp is None else tp.value, num_generating(out)
-    if size > GPUS_PER_NODE:
-        out.drop(tp, f"an engine's tensor-parallel ranks are on one node: {GPUS_PER_NODE} here")
-        size = GPUS_PER_NODE
+    if size > DeviceClass.PER_NODE:
+        out.drop(tp, f"an engine's tensor-parallel ranks are on one node: {DeviceClass.PER_NODE} here")
+        size = DeviceClass.PER_NODE
     elif devices % size and engines is None:
         out.drop(tp, f"engines of {size} ranks do not divide {devices} devices")
         size = 1
@@ -186,7 +186,7 @@ def put_cache(out: Translation, share: Setting | None, engines_tp: int, rows: in
         )
         return
     a_token = 2 * shape.sizes.layers * shape.sizes.cached_features
-    memory = share.value * DEVICE_CLASSES[device_class].memory_gb * 2**30
+    memory = share.value * DeviceClass.KNOWN[device_class].memory_gb * 2**30
     fits = int((engines_tp * memory - 2 * shape.num_parameters) / a_token)
     if fits < tokens:
         out.drop(share, f"the weights leave no room for a response of {tokens} tokens in this share of {device_class}")

@@ -12,7 +12,7 @@ from flexrlhf.config.spec_file import load_spec, program_settings
 from flexrlhf.launch.lifetime import quiet_torch
 from flexrlhf.launch.preparation import prepare_job
 from flexrlhf.launch.rank_factory import lasting_factory
-from flexrlhf.placement.hosts import Hosts, check_single_planner, under_torchrun
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.runs.run_directory import read_lines
 
@@ -66,7 +66,7 @@ class ExecutionEngine:
         paths = {"actor": actor_model_path, "critic": critic_model_path}
         settings = program_settings(overrides, devices, paths)
         spec = load_spec(config_path, settings, placement_ratio)
-        check_single_planner([spec], Hosts())
+        Hosts().check_single_planner([spec])
         self._resume = None if resume is None else str(resume)
         self._accepts = accept_changes
         from flexrlhf.guideline.advice.auto import planned
@@ -79,7 +79,7 @@ class ExecutionEngine:
 
     def __call__(self) -> RunResult:
         """Train, and return when all ranks have ended. Raises UserError, RankFailure, Interrupted or Preempted."""
-        factory = None if under_torchrun() else lasting_factory()
+        factory = None if Hosts.under_torchrun() else lasting_factory()
         if factory is not None:
             quiet_torch()
             factory.start()

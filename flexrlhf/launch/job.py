@@ -11,7 +11,7 @@ from typing import IO, Protocol
 from flexrlhf.errors import Interrupted, Preempted
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.terms import Terms, terms_of
-from flexrlhf.placement.hosts import Hosts, with_device
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.resume import Resumption, RunOrder
@@ -60,7 +60,7 @@ class Job:
     def orders(self) -> list[RunOrder]:
         """Orders to the ranks, one for each run."""
         return [
-            RunOrder(with_device(each.plan.spec, self.device), each.candidates, each.continues, each.program)
+            RunOrder(each.plan.spec.with_device(self.device), each.candidates, each.continues, each.program)
             for each in self.runs
         ]
 

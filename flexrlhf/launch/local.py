@@ -9,7 +9,7 @@ from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.rendezvous import JobOffer, NodeRendezvous
 from flexrlhf.launch.start import launch
-from flexrlhf.placement.hosts import Hosts, planned_gpu
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 
 
@@ -19,7 +19,7 @@ class LocalLauncher:
     def device(self, plan: Plan, hosts: Hosts) -> str:
         """Return the device of the ranks, by the devices of this machine."""
         ranks = hosts.local_ranks(plan.cluster)
-        return choose_device(plan.spec.cluster.device, len(ranks), planned_gpu(plan.cluster, ranks))
+        return choose_device(plan.spec.cluster.device, len(ranks), plan.cluster.planned_gpu(ranks))
 
     def __call__(self, job: Job, max_restarts: int, factory: RankFactory | None) -> bool:
         rendezvous, shares = NodeRendezvous(job.hosts), True

@@ -9,7 +9,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.launchers import find_launcher
 from flexrlhf.loggers.base import check_loggers
-from flexrlhf.placement.hosts import Hosts, under_torchrun
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
@@ -37,7 +37,7 @@ def prepare_job(
 
     Raises UserError.
     """
-    keeps = keeps and not under_torchrun()
+    keeps = keeps and not Hosts.under_torchrun()
     if hosts.nnodes > 1 and not hosts.is_first_node and (keeps or resume is not None):
         found = [] if resume is not None and all(map(is_finished, plans)) else _ordered_runs(plans, hosts)
     else:
@@ -74,7 +74,7 @@ def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = 
     device = found.device(plans[0], hosts)
     for plan in plans:
         check_device(plan.placement, plan.shapes, device)
-    if hosts.is_first or not under_torchrun():
+    if hosts.is_first or not Hosts.under_torchrun():
         if is_quickstart:
             from flexrlhf.data.quickstart import prepare_corpus
 

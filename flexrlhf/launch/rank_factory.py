@@ -32,7 +32,7 @@ from flexrlhf.config.code_loading import python_command
 from flexrlhf.errors import RunStopped
 from flexrlhf.launch import fork_server
 from flexrlhf.launch.lifetime import ending, quiet_torch
-from flexrlhf.placement.hosts import under_torchrun
+from flexrlhf.placement.hosts import Hosts
 
 LOADED = ("flexrlhf.launch.worker",)
 """Modules that every rank needs."""
@@ -207,7 +207,7 @@ class RankFactory:
 @contextmanager
 def starting_factory(is_needed: bool = True, is_copied: bool = False) -> Iterator[RankFactory | None]:
     """Start a factory; none under torchrun, which starts ranks. ``is_copied``: as of ``RankFactory``."""
-    if not is_needed or under_torchrun():
+    if not is_needed or Hosts.under_torchrun():
         yield None
         return
     quiet_torch()

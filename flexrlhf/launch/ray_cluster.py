@@ -19,7 +19,7 @@ from typing import Any
 
 from flexrlhf.comm.store import Notice
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.placement.cluster import ANY_CLASS, Cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.hosts import ON_CPUS, split_endpoint
 from flexrlhf.signals import Ending, handled
 
@@ -180,7 +180,7 @@ def class_resources(classes: Sequence[str], device: str, offered: Collection[str
 
 def _resource_of(name: str, device: str, offered: Collection[str]) -> str | None:
     """Return the resource of a class that the cluster offers: a user's own one, else Ray's for that kind of GPU."""
-    if name == ANY_CLASS:
+    if name == Cluster.ANY_CLASS:
         return None
     kinds = [f"{ACCELERATOR}{name}", f"{ACCELERATOR}{name.partition('-')[0]}"] if device == "cuda" else []
     return next((each for each in (f"{OWN}{name}", *kinds) if each in offered), None)

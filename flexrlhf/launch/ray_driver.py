@@ -24,7 +24,7 @@ from flexrlhf.launch.rendezvous import LOOPBACK
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.start import STOPPED, end_between_attempts
 from flexrlhf.launch.terms import JOB_TERMS, Terms
-from flexrlhf.placement.hosts import Hosts, endpoint_text, planned_gpu
+from flexrlhf.placement.hosts import Hosts, endpoint_text
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS
 from flexrlhf.signals import Ending, StopSignal, end_by_another, handled
@@ -98,7 +98,7 @@ class RayLauncher:
         """Return the device of the ranks, by the devices of the Ray cluster."""
         require_ray()
         ranks = range(plan.placement.num_ranks)
-        return ray_device(plan.spec.cluster.device, len(ranks), planned_gpu(plan.cluster, ranks))
+        return ray_device(plan.spec.cluster.device, len(ranks), plan.cluster.planned_gpu(ranks))
 
     def __call__(self, job: Job, max_restarts: int, factory: RankFactory | None) -> bool:
         signals = _Signals()

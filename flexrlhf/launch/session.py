@@ -35,7 +35,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.launch.called_batch import CalledBatch, Metrics, named
 from flexrlhf.launch.session_connection import SessionRanks
 from flexrlhf.operators.graph import TrainPart, is_own
-from flexrlhf.placement.hosts import Hosts, check_single_planner, under_torchrun
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.placement.protocols import Parts, Split, TransferProtocol
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import examples_of
@@ -69,9 +69,9 @@ class Session:
         Raises UserError for a plan that calls cannot follow: with a lag, chunks, environments, or models that move.
         """
         spec = load_spec(config_path, program_settings(overrides, devices), placement_ratio)
-        if under_torchrun():
+        if Hosts.under_torchrun():
             raise UserError("session: it starts the ranks itself, found torchrun's; start the program with python")
-        check_single_planner([spec], Hosts())
+        Hosts().check_single_planner([spec])
         from flexrlhf.guideline.advice.auto import planned
 
         ((self.plan, _),) = planned([spec])

@@ -15,7 +15,6 @@ from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import shown
 from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, look_for_probes
-from flexrlhf.placement.hosts import with_device
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import file_digest, input_digests, needed_versions
 from flexrlhf.text import counted
@@ -60,7 +59,7 @@ def terms_of(plans: Sequence[Plan], device: str, nodes: int, restarts: int = 0) 
     return Terms(
         nodes=nodes,
         restarts=restarts,
-        specs=tuple(dump_spec(with_device(plan.spec, device)) for plan in plans),
+        specs=tuple(dump_spec(plan.spec.with_device(device)) for plan in plans),
         versions=needed_versions(plans),
         sources={str(file.relative_to(_PACKAGE)): file_digest(file) for file in files},
         inputs=input_digests(plans),

@@ -25,7 +25,7 @@ from flexrlhf.launch.rendezvous import NodeRendezvous
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.measure.facts import HOST_FACTS, JOB_FACTS, UNLIMITED, Check, HostFacts, JobFacts, united
 from flexrlhf.measure.job_checks import check_disk, judge
-from flexrlhf.placement.hosts import Hosts, under_torchrun
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
@@ -70,7 +70,7 @@ def preflight(
 
     Raises UserError under torchrun, and Interrupted on a signal.
     """
-    if under_torchrun():
+    if Hosts.under_torchrun():
         raise UserError("preflight: starts ranks by itself; under torchrun run `flexrlhf doctor` before, without it")
     job, failure = _survey(runs, hosts, join_seconds, rank_seconds, factory)
     return judge([run.plan for run in runs], job, failure)

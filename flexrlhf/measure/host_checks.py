@@ -8,7 +8,7 @@ from dataclasses import replace
 from flexrlhf.comm.world import cuda_backend
 from flexrlhf.errors import UserError
 from flexrlhf.measure.facts import UNLIMITED, Check, HostFacts, JobFacts, RankFacts, united
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.text import bytes_text, counted
@@ -61,7 +61,7 @@ def _gpus(host: HostFacts, job: JobFacts) -> Check:
 def _rank_device(plan: Plan, rank: RankFacts) -> Iterator[Check]:
     """Check a CUDA device against the class that the cluster names."""
     name = plan.cluster.devices[rank.rank].device_class if rank.rank < len(plan.cluster.devices) else ""
-    figures = DEVICE_CLASSES.get(name)
+    figures = DeviceClass.KNOWN.get(name)
     if figures is None:
         return
     is_named = name.partition("-")[0].lower() in rank.device.replace(" ", "").lower()

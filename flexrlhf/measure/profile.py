@@ -26,7 +26,7 @@ from flexrlhf.launch.devices import choose_device
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
 from flexrlhf.measure.environment_calls import measure_environments
 from flexrlhf.measure.profiled_models import length_sample, profiled_models, profiling_spec
-from flexrlhf.placement.hosts import Hosts, planned_gpu
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.model_checks import check_device, check_packages
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -69,7 +69,7 @@ def _measured(
 ) -> Measurements:
     ranks = len(plans[0].cluster.ranks_on_node(0))
     cluster = plans[0].cluster
-    device = choose_device(plans[0].spec.cluster.device, ranks, planned_gpu(cluster, range(ranks)))
+    device = choose_device(plans[0].spec.cluster.device, ranks, cluster.planned_gpu(range(ranks)))
     measured_plans = [make_plan(profiling_spec(plan, command_plans, ranks, device)) for plan in plans]
     for plan in measured_plans:
         check_packages(plan.placement)

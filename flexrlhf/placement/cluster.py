@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import ClassVar
 
+from flexrlhf.config.model_settings import Dtype, ModelSpec
 from flexrlhf.config.placement_settings import ClusterSpec, NodeSpec
 from flexrlhf.errors import UserError, either, nearest
-from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass, communicator_bytes
-
-ANY_CLASS = "any"
-"""Class of devices of which nothing is known."""
+from flexrlhf.placement.devices import DeviceClass
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class Cluster:
 
     devices: tuple[Device, ...]
 
+    ANY_CLASS: ClassVar = "any"
+    """Class of devices of which nothing is known."""
+
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(device.rank for device in self.devices)
@@ -53,7 +56,7 @@ class Cluster:
     @property
     def has_known_classes(self) -> bool:
         """Whether all devices are of known classes, which are GPUs."""
-        return all(name in DEVICE_CLASSES for name in self.classes)
+        return all(name in DeviceClass.KNOWN for name in self.classes)
 
     @cached_property
     def classes_by_strength(self) -> tuple[str, ...]:
@@ -112,12 +115,13 @@ class Cluster:
         device = self.devices[rank]
         if device.memory_gb is not None:
             return int(device.memory_gb * 1e9)
-        figures = DEVICE_CLASSES.get(device.device_class)
-        return None if figures is None else figures.usable_bytes - communicator_bytes(communicators)
+        figures = DeviceClass.KNOWN.get(device.device_class)
+        further = DeviceClass.context_bytes(communicators) - DeviceClass.context_bytes()
+        return None if figures is None else figures.usable_bytes - further
 
     def figures(self, rank: int) -> DeviceClass | None:
         """Return the figures of a device's class with the YAML's links; None for a class without figures."""
-        return self._with_links(rank, DEVICE_CLASSES.get(self.devices[rank].device_class))
+        return self._with_links(rank, DeviceClass.KNOWN.get(self.devices[rank].device_class))
 
     def figures_or(self, rank: int, default: DeviceClass) -> DeviceClass:
         """Return ``figures``, or of a class without any ``default`` with the YAML's links."""
@@ -139,46 +143,60 @@ class Cluster:
 
     @cached_property
     def _speeds(self) -> tuple[Fraction, ...]:
-        known = {name: Fraction(int(figures.tflops)) for name, figures in DEVICE_CLASSES.items()}
+        known = {name: Fraction(int(figures.tflops)) for name, figures in DeviceClass.KNOWN.items()}
         return tuple(each.own_speed or known.get(each.device_class, Fraction(1)) for each in self.devices)
 
+    @classmethod
+    def of(cls, spec: ClusterSpec) -> Cluster:
+        """Return the devices of ``spec``, numbered node by node. A cluster given as one number is one node.
 
-def has_known_gpus(spec: ClusterSpec, cluster: Cluster) -> bool:
-    """Whether all devices are GPUs of known classes. ``spec``: of ``cluster``."""
-    return spec.device != "cpu" and cluster.has_known_classes
+        Raises UserError for a device class without figures, where these are needed.
+        """
+        if not spec.nodes:
+            return cls(tuple(Device(rank, 0, Cluster.ANY_CLASS, spec.memory_gb) for rank in range(spec.devices or 1)))
+        devices: list[Device] = []
+        node = 0
+        for group in spec.nodes:
+            _check_class(group, spec)
+            for _ in range(group.count):
+                memory = group.memory_gb or spec.memory_gb
+                own = memory, group.link_gb_s, group.network_gb_s, group.speed, group.cores
+                devices += [
+                    Device(rank, node, group.device_class, *own)
+                    for rank in range(len(devices), len(devices) + group.devices)
+                ]
+                node += 1
+        return cls(tuple(devices))
 
+    @classmethod
+    def of_equal_nodes(cls, size: int, per_node: int, device_class: str) -> Cluster:
+        """Return a cluster of ``size`` devices of one class, ``per_node`` of them on each node."""
+        return cls(tuple(Device(rank, rank // per_node, device_class) for rank in range(size)))
 
-def all_compute_in_bfloat16(spec: ClusterSpec, cluster: Cluster) -> bool:
-    """Whether all devices are GPUs of known classes that compute in bfloat16. ``spec``: of ``cluster``."""
-    return has_known_gpus(spec, cluster) and all(DEVICE_CLASSES[name].bf16 for name in cluster.classes)
+    def has_known_gpus(self, spec: ClusterSpec) -> bool:
+        """Whether all devices are GPUs of known classes. ``spec``: of this cluster."""
+        return spec.device != "cpu" and self.has_known_classes
 
+    def all_compute_in_bfloat16(self, spec: ClusterSpec) -> bool:
+        """Whether all devices are GPUs of known classes that compute in bfloat16. ``spec``: of this cluster."""
+        return self.has_known_gpus(spec) and all(DeviceClass.KNOWN[name].bf16 for name in self.classes)
 
-def lacks_bfloat16(rank: int, cluster: Cluster) -> DeviceClass | None:
-    """Return the class of a rank's device if it does not compute in bfloat16, else None."""
-    figures = DEVICE_CLASSES.get(cluster.devices[rank].device_class)
-    return figures if figures is not None and not figures.bf16 else None
+    def lacks_bfloat16(self, rank: int) -> DeviceClass | None:
+        """Return the class of a rank's device if it does not compute in bfloat16, else None."""
+        figures = DeviceClass.KNOWN.get(self.devices[rank].device_class)
+        return figures if figures is not None and not figures.bf16 else None
 
+    def planned_gpu(self, ranks: Iterable[int]) -> str:
+        """Return node and class of the first of ``ranks`` that is planned on a GPU, as a sentence; empty if none is."""
+        planned = (self.devices[rank] for rank in ranks if rank < len(self.devices))
+        found = next((device for device in planned if device.device_class in DeviceClass.KNOWN), None)
+        return "" if found is None else f"node {found.node}: its class {found.device_class} is a GPU"
 
-def make_cluster(spec: ClusterSpec) -> Cluster:
-    """Return the devices of ``spec``, numbered node by node. A cluster given as one number is one node.
-
-    Raises UserError for a device class without figures, where these are needed.
-    """
-    if not spec.nodes:
-        return Cluster(tuple(Device(rank, 0, ANY_CLASS, spec.memory_gb) for rank in range(spec.devices or 1)))
-    devices: list[Device] = []
-    node = 0
-    for group in spec.nodes:
-        _check_class(group, spec)
-        for _ in range(group.count):
-            memory = group.memory_gb or spec.memory_gb
-            own = memory, group.link_gb_s, group.network_gb_s, group.speed, group.cores
-            devices += [
-                Device(rank, node, group.device_class, *own)
-                for rank in range(len(devices), len(devices) + group.devices)
-            ]
-            node += 1
-    return Cluster(tuple(devices))
+    def settings_on(self, settings: ModelSpec, fallback: Dtype | None, ranks: Iterable[int]) -> ModelSpec:
+        """Return the settings of a model that is placed on ``ranks``: with ``fallback`` where one has no bfloat16."""
+        if settings.dtype != "bfloat16" or fallback is None or not any(self.lacks_bfloat16(rank) for rank in ranks):
+            return settings
+        return settings.model_copy(update={"dtype": fallback})
 
 
 def _check_class(node: NodeSpec, spec: ClusterSpec) -> None:
@@ -187,13 +205,13 @@ def _check_class(node: NodeSpec, spec: ClusterSpec) -> None:
     A label of one's own needs ``memory_gb``, since nothing would check the memory else; on CPUs it needs none.
     """
     name = node.device_class
-    if name in DEVICE_CLASSES or name == ANY_CLASS:
+    if name in DeviceClass.KNOWN or name == Cluster.ANY_CLASS:
         return
-    meant = [known for known in DEVICE_CLASSES if known.lower().startswith(name.lower())]
+    meant = [known for known in DeviceClass.KNOWN if known.lower().startswith(name.lower())]
     if meant:
         raise UserError(f"cluster.nodes: class {name!r} has no figures; use {either(meant)}")
     if (node.memory_gb or spec.memory_gb) is None and spec.device != "cpu":
         raise UserError(
-            f"cluster.nodes: class {name!r} has no figures{nearest(name, DEVICE_CLASSES)}; give memory_gb, by which a "
-            f"plan is checked, or one of {', '.join(DEVICE_CLASSES)}"
+            f"cluster.nodes: class {name!r} has no figures{nearest(name, DeviceClass.KNOWN)}; give memory_gb, by which "
+            f"a plan is checked, or one of {', '.join(DeviceClass.KNOWN)}"
         )

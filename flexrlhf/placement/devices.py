@@ -5,12 +5,10 @@ Bandwidths are in GB/s (1e9 bytes), one direction; vendors' sheets print both di
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-GPUS_PER_NODE = 8
-"""Of the servers in which these devices are sold."""
-PORT_GB_S = 12.5
-"""Least speed of a port of a node with several: 100 Gb/s. A slower network is one port."""
 ALLOCATABLE = 0.988
 """Share of the GiB in a device's name that a framework can allocate: 79.1 of 80, 31.7 of 32, 139.8 of 141."""
 CONTEXT_BYTES = 1.5e9
@@ -23,9 +21,6 @@ COMMUNICATORS_IN_CONTEXT = 3
 and pipeline parallelism."""
 BFLOAT16_CAPABILITY = 8.0
 """Least compute capability with tensor cores for bfloat16."""
-GROUPED_CAPABILITIES = (9, 10)
-"""Major compute capabilities with a kernel of torch's ``grouped_mm`` for the products of all experts, in bfloat16
-(``_grouped_mm_cuda`` in ATen/native/cuda/GroupedBlas.cpp); elsewhere it computes one after the other."""
 UNFILLED = 0.1
 """Share of the rest that fragmentation and workspaces of kernels take: with it no published setting that runs is
 predicted not to fit, and none that ran out of memory to fit (``benchmarks/calibration``)."""
@@ -48,6 +43,14 @@ class DeviceClass:
     attention:    share of ``tflops`` of FlashAttention 2.
     relative_speed: of a device of a cluster to its first rank's, on whose machine times are measured.
     """
+
+    KNOWN: ClassVar[Mapping[str, DeviceClass]]
+    """All classes with figures, by name."""
+    PER_NODE: ClassVar = 8
+    """Devices of the servers in which they are sold."""
+    GROUPED_CAPABILITIES: ClassVar = (9, 10)
+    """Major compute capabilities with a kernel of torch's ``grouped_mm`` for the products of all experts, in bfloat16
+    (``_grouped_mm_cuda`` in ATen/native/cuda/GroupedBlas.cpp); elsewhere it computes one after the other."""
 
     name: str
     tflops: float
@@ -74,22 +77,23 @@ class DeviceClass:
 
     def has_grouped_mm(self, item: float) -> bool:
         """Return whether torch computes the products of all experts in one kernel, of numbers of ``item`` bytes."""
-        return item == 2 and int(self.capability) in GROUPED_CAPABILITIES
+        return item == 2 and int(self.capability) in DeviceClass.GROUPED_CAPABILITIES
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that models and calls can fill."""
+        """Bytes that models and calls can fill, with no more communicators than a context has room for."""
         return int(self.allocator_bytes * (1 - UNFILLED))
+
+    @staticmethod
+    def context_bytes(communicators: int = 0) -> int:
+        """Return the bytes of one device that drivers, libraries and so many communicators of a rank take."""
+        further = max(0, communicators - COMMUNICATORS_IN_CONTEXT)
+        return int(CONTEXT_BYTES) + int(COMMUNICATOR_BYTES * further)
 
     @property
     def allocator_bytes(self) -> float:
         """Bytes that torch's allocator can take."""
         return ALLOCATABLE * 2**30 * self.memory_gb - CONTEXT_BYTES
-
-
-def communicator_bytes(count: int) -> int:
-    """Return the bytes of ``count`` communicators of a rank in addition to ``CONTEXT_BYTES``."""
-    return int(COMMUNICATOR_BYTES * max(0, count - COMMUNICATORS_IN_CONTEXT))
 
 
 _A100 = DeviceClass("A100-80G", 312, 80, 2039, 300, 31, 200, attention=0.59)
@@ -103,7 +107,7 @@ _V100 = DeviceClass("V100-32G", 125, 32, 900, 150, 15.8, 50, cores=80, capabilit
 # Shares: fitted for the V100, A100 and H100 (boards of 700 W). Assumed: a B200 is sustained as an H100 is
 # and has its FlashAttention 2 unchanged; an H20, with the power of an H100 for a seventh of its peak, and the others
 # have the defaults.
-DEVICE_CLASSES = {
+DeviceClass.KNOWN = {
     item.name: item
     for item in (
         replace(_V100, name="V100-16G", memory_gb=16),

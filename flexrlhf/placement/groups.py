@@ -99,7 +99,7 @@ def _expert_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
 
 def _shard_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
     """Return the groups of a model with several copies of its shards: ranks that gather, ranks that store the same."""
-    if not is_sharded_in_nodes(model):
+    if not model.is_sharded_in_nodes:
         return []
     return [(SHARD, ranks) for ranks in dict.fromkeys(map(model.shard_set, model.ranks))] + [
         (COPIES, ranks) for ranks in dict.fromkeys(map(model.copy_set, model.ranks))
@@ -109,11 +109,6 @@ def _shard_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
 def needs_group_of_one(model: PlacedModel) -> bool:
     """Whether each rank alone stores its experts, of a model whose other weights are sharded."""
     return model.layout.ep > 1 and model.split != "whole" and model.num_shards == model.layout.ep
-
-
-def is_sharded_in_nodes(model: PlacedModel) -> bool:
-    """Whether parts of a data-parallel group, such as the ranks of a node, each store all of the model's state."""
-    return 1 < model.num_shards < model.layout.of_weights.dp
 
 
 def pipeline_ends(pipeline: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.placement.cluster import Cluster, has_known_gpus, make_cluster
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.cluster import Cluster
 
 MOST_PORT = 65535
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -85,7 +84,74 @@ class Hosts:
     @property
     def is_first(self) -> bool:
         """Whether this process makes the run directories and prints: rank 0 under torchrun, else node 0."""
-        return os.environ.get("RANK") == "0" if under_torchrun() else self.node_rank == 0
+        return os.environ.get("RANK") == "0" if Hosts.under_torchrun() else self.node_rank == 0
+
+    def check_single_planner(self, specs: Iterable[Spec]) -> None:
+        """Raise UserError for ``placement: auto`` if several processes would each search by measurements of their own
+        machine."""
+        if self.nnodes == 1 and not Hosts.under_torchrun():
+            return
+        for spec in specs:
+            if spec.placement == "auto" and not Cluster.of(spec.cluster).has_known_gpus(spec.cluster):
+                raise UserError(
+                    f"placement: auto of {spec.name} would be chosen by each of several processes; write it once with "
+                    f"`flexrlhf advise CONFIG -o FILE` and run that file"
+                )
+
+    def check_srun(self, launcher: str, cluster: Cluster, environment: Mapping[str, str]) -> str:
+        """Return a sentence about nodes of SLURM's job that a run on one of them leaves idle; empty without any.
+
+        Raises UserError if the cluster has several nodes, of which srun would start a task each.
+        """
+        nodes = _slurm_nodes(environment)
+        if launcher != "auto" or self.nnodes > 1 or Hosts.under_torchrun() or nodes == 1:
+            return ""
+        start = "start it with srun --ntasks-per-node=1"
+        if cluster.num_nodes > 1:
+            raise UserError(
+                f"SLURM: the job has {nodes} nodes and cluster.nodes {cluster.num_nodes}, but this process would start "
+                f"all ranks on one; {start}, or as `flexrlhf slurm` writes it, or give --launcher local"
+            )
+        idle = f"SLURM: the job has {nodes} nodes, of which this run uses one; {start} for more"
+        return "" if SLURM_STEP in environment else idle
+
+    def of_launcher(self, launcher: str, environment: Mapping[str, str]) -> Hosts:
+        """Return the nodes of a job, these of ``--nnodes`` and its like, or of SLURM.
+
+        ``launcher``: ``auto`` is SLURM if this process is one of several tasks and no nodes were given.
+        Raises UserError for a launcher that did not start this process, and for one of several processes of mpirun.
+        """
+        if launcher == "torchrun" and not Hosts.under_torchrun():
+            raise UserError("--launcher torchrun: RANK and WORLD_SIZE are not in the environment; start with torchrun")
+        if launcher in ("local", "ray") and Hosts.under_torchrun():
+            raise UserError(
+                f"--launcher {launcher}: another launcher started this process as a rank; unset RANK, WORLD_SIZE"
+            )
+        if launcher == "ray" and self != Hosts():
+            raise UserError("--nnodes: with --launcher ray the nodes are those of cluster.nodes; start one command")
+        is_alone = launcher == "auto" and self.nnodes == 1 and not Hosts.under_torchrun()
+        counts = [environment.get(f"SLURM_STEP_NUM_{name}", "1") for name in ("NODES", "TASKS")]
+        is_step = SLURM_STEP in environment and counts != ["1", "1"]
+        if is_alone:
+            _check_mpi(environment, is_step)
+        return slurm_hosts(environment, self.rdzv_endpoint) if launcher == "slurm" or (is_alone and is_step) else self
+
+    @staticmethod
+    def rank_notice() -> str | None:
+        """Return a sentence about variables that make this process a rank although torchrun did not start it."""
+        if "TORCHELASTIC_RUN_ID" in os.environ or not Hosts.under_torchrun():
+            return None
+        found = ", ".join(f"{name}={os.environ[name]}" for name in _RANK_VARIABLES)
+        return (
+            f"{found} in the environment: this process is rank {os.environ['RANK']} of a job of "
+            f"{os.environ['WORLD_SIZE']} ranks that another launcher started, and waits for the others; "
+            f"if it is not, run `unset {' '.join(_RANK_VARIABLES)}` first"
+        )
+
+    @staticmethod
+    def under_torchrun() -> bool:
+        """Return whether a launcher started this process as one of several ranks."""
+        return "TORCHELASTIC_RUN_ID" in os.environ or set(_RANK_VARIABLES) <= set(os.environ)
 
 
 def endpoint_text(host: str, port: int) -> str:
@@ -109,43 +175,6 @@ def _is_ipv6(host: str) -> bool:
     return True
 
 
-def under_torchrun() -> bool:
-    """Return whether a launcher started this process as one of several ranks."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or set(_RANK_VARIABLES) <= set(os.environ)
-
-
-def rank_notice() -> str | None:
-    """Return a sentence about variables that make this process a rank although torchrun did not start it."""
-    if "TORCHELASTIC_RUN_ID" in os.environ or not under_torchrun():
-        return None
-    found = ", ".join(f"{name}={os.environ[name]}" for name in _RANK_VARIABLES)
-    return (
-        f"{found} in the environment: this process is rank {os.environ['RANK']} of a job of "
-        f"{os.environ['WORLD_SIZE']} ranks that another launcher started, and waits for the others; "
-        f"if it is not, run `unset {' '.join(_RANK_VARIABLES)}` first"
-    )
-
-
-def num_torchrun_ranks(num_planned: int) -> int:
-    """Number of ranks that torchrun started on this node. Raises UserError unless all nodes have ``num_planned``."""
-    value = os.environ.get("WORLD_SIZE", "")
-    if not value.isdecimal():
-        raise UserError(f"WORLD_SIZE: {value!r} in the environment of a rank; torchrun sets the number of ranks")
-    size = int(value)
-    if size != num_planned:
-        raise UserError(
-            f"cluster: {num_planned} devices planned, but torchrun started {size} ranks; "
-            f"use --devices {size} or --nproc-per-node {num_planned}"
-        )
-    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
-
-
-def check_restarts(max_restarts: int) -> None:
-    """Raise UserError for restarts under torchrun, which starts the ranks and so restarts them."""
-    if max_restarts and under_torchrun():
-        raise UserError(f"--max-restarts {max_restarts}: torchrun started this rank, so use its own --max-restarts")
-
-
 def has_nvidia_driver() -> bool:
     """Whether this machine has NVIDIA's driver."""
     return NVIDIA_DRIVER.is_file()
@@ -154,62 +183,6 @@ def has_nvidia_driver() -> bool:
 def is_on_cpu(spec: ClusterSpec) -> bool:
     """Whether ranks run on CPUs, as set or because this machine has no GPU; nodes whose class is a GPU apart."""
     return spec.device == "cpu" or (spec.device == "auto" and not has_nvidia_driver())
-
-
-def planned_gpu(cluster: Cluster, ranks: Iterable[int]) -> str:
-    """Return node and class of the first of ``ranks`` that is planned on a GPU, as a sentence; empty if none is."""
-    planned = (cluster.devices[rank] for rank in ranks if rank < len(cluster.devices))
-    found = next((device for device in planned if device.device_class in DEVICE_CLASSES), None)
-    return "" if found is None else f"node {found.node}: its class {found.device_class} is a GPU"
-
-
-def check_single_planner(specs: Iterable[Spec], hosts: Hosts) -> None:
-    """Raise UserError for ``placement: auto`` if several processes would each search by measurements of their own
-    machine."""
-    if hosts.nnodes == 1 and not under_torchrun():
-        return
-    for spec in specs:
-        if spec.placement == "auto" and not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
-            raise UserError(
-                f"placement: auto of {spec.name} would be chosen by each of several processes; write it once with "
-                f"`flexrlhf advise CONFIG -o FILE` and run that file"
-            )
-
-
-def equal_nodes(devices: int, nnodes: int) -> str:
-    """Return ``cluster.nodes`` for a number of devices in equal nodes. Raises UserError if it does not divide."""
-    if devices % nnodes:
-        raise UserError(
-            f"--nnodes {nnodes} does not divide the {devices} devices of the cluster; list its nodes in cluster.nodes"
-        )
-    return f"[{{count: {nnodes}, devices: {devices // nnodes}}}]"
-
-
-def with_device(spec: Spec, device: str) -> Spec:
-    """Return the spec with ``cluster.device`` set to cpu or cuda, for ranks that must not choose by themselves."""
-    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"device": device})})
-
-
-def hosts_of(launcher: str, given: Hosts, environment: Mapping[str, str]) -> Hosts:
-    """Return the nodes of a job, of ``--nnodes`` and its like, or of SLURM.
-
-    ``launcher``: ``auto`` is SLURM if this process is one of several tasks and no nodes were given.
-    Raises UserError for a launcher that did not start this process, and for one of several processes of mpirun.
-    """
-    if launcher == "torchrun" and not under_torchrun():
-        raise UserError("--launcher torchrun: RANK and WORLD_SIZE are not in the environment; start with torchrun")
-    if launcher in ("local", "ray") and under_torchrun():
-        raise UserError(
-            f"--launcher {launcher}: another launcher started this process as a rank; unset RANK, WORLD_SIZE"
-        )
-    if launcher == "ray" and given != Hosts():
-        raise UserError("--nnodes: with --launcher ray the nodes are those of cluster.nodes; start one command")
-    is_alone = launcher == "auto" and given.nnodes == 1 and not under_torchrun()
-    counts = [environment.get(f"SLURM_STEP_NUM_{name}", "1") for name in ("NODES", "TASKS")]
-    is_step = SLURM_STEP in environment and counts != ["1", "1"]
-    if is_alone:
-        _check_mpi(environment, is_step)
-    return slurm_hosts(environment, given.rdzv_endpoint) if launcher == "slurm" or (is_alone and is_step) else given
 
 
 def _check_mpi(environment: Mapping[str, str], is_step: bool) -> None:
@@ -229,24 +202,6 @@ def _check_mpi(environment: Mapping[str, str], is_step: bool) -> None:
             f"RANK={environment['RANK']}, WORLD_SIZE={environment['WORLD_SIZE']} in the environment without "
             f"MASTER_ADDR; set it, or unset RANK and WORLD_SIZE, or give --launcher local"
         )
-
-
-def check_srun(launcher: str, hosts: Hosts, cluster: Cluster, environment: Mapping[str, str]) -> str:
-    """Return a sentence about nodes of SLURM's job that a run on one of them leaves idle; empty without any.
-
-    Raises UserError if the cluster has several nodes, of which srun would start a task each.
-    """
-    nodes = _slurm_nodes(environment)
-    if launcher != "auto" or hosts.nnodes > 1 or under_torchrun() or nodes == 1:
-        return ""
-    start = "start it with srun --ntasks-per-node=1"
-    if cluster.num_nodes > 1:
-        raise UserError(
-            f"SLURM: the job has {nodes} nodes and cluster.nodes {cluster.num_nodes}, but this process would start all "
-            f"ranks on one; {start}, or as `flexrlhf slurm` writes it, or give --launcher local"
-        )
-    idle = f"SLURM: the job has {nodes} nodes, of which this run uses one; {start} for more"
-    return "" if SLURM_STEP in environment else idle
 
 
 def _slurm_nodes(environment: Mapping[str, str]) -> int:

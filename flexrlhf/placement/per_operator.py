@@ -20,7 +20,7 @@ from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.errors import SettingError, UserError, nearest
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.place import Degrees, check_classes, make_layout, on_devices, sharded_as_set
+from flexrlhf.placement.place import Degrees, check_classes, make_layout
 from flexrlhf.placement.placed import ModelName, PlacedModel, PlacedOperator, Placement, idle_warnings
 from flexrlhf.placement.ratios import Roles, assign_ranks
 from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
@@ -87,7 +87,7 @@ def _copies(
         name = ModelName.of(role, "" if is_own else first)
         settings = way.settings if is_own or way.rollout is not None else way.settings.of_copy({})
         fallback = _model_of(role, spec).fallback_dtype
-        settings = on_devices(settings, fallback, way.layout.ranks, cluster)
+        settings = cluster.settings_on(settings, fallback, way.layout.ranks)
         model = PlacedModel(
             name,
             way.layout,
@@ -100,7 +100,7 @@ def _copies(
             is_hybrid=_sleeps(way) and _model_of(role, spec).lora is None,
             is_kept=way.is_kept,
         )
-        yield sharded_as_set(model, cluster), names
+        yield model.sharded_on(cluster), names
 
 
 def _sleeps(way: _Way) -> bool:
@@ -190,7 +190,7 @@ def _check_shadows(
         key = f"placement.operators.{each.name}.shadow"
         if each.role not in roles.trained:
             raise UserError(f"{key}: {each.role} is not trained, so no copy of it is synced; remove it")
-        if needs_trained(each, roles):
+        if roles.needs_trained(each):
             raise UserError(f"{key}: {each.name} needs the weights that are trained; remove it")
         if shared := sorted(training.keys() & ranks[each.name]):
             raise UserError(
@@ -202,20 +202,13 @@ def _check_shadows(
         return
     setting = f"schedule.lag: {spec.schedule.lag}" if spec.schedule.lag else f"sync.every: {spec.sync.every}"
     for each in operators:
-        infers = each.name in entries and each.adapters and not needs_trained(each, roles)
+        infers = each.name in entries and each.adapters and not roles.needs_trained(each)
         follows = each.role in shadowed or (each.role == roles.generating and each.kind == "generate")
         if infers and follows and not entries[each.name].shadow:
             raise UserError(
                 f"{setting}: {each.name} needs a copy with older weights than are trained; give it ranks that train "
                 f"nothing and shadow: true in placement.operators.{each.name}"
             )
-
-
-def needs_trained(operator: PlacedOperator, roles: Roles) -> bool:
-    """Whether ``operator`` computes with the weights that are trained under every placement: next to a rollout engine
-    its role has no other copy for forward passes, where models are placed."""
-    is_next_to_engine = operator.role == roles.rollout and operator.kind == "forward"
-    return operator.kind == "train" or operator.on_trained or is_next_to_engine
 
 
 def _check_processes(models: Sequence[PlacedModel]) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Self
 
-from flexrlhf.config.model_settings import Dtype, ModelSpec, ShadowSpec
+from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import PLACEMENT_SETTINGS, PlacementEntry, PlacementMap
 from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.errors import SettingError, UserError, either, nearest
 from flexrlhf.placement.by_class import on_classes
-from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout, generation_layout
 from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement, idle_warnings
 from flexrlhf.placement.ratios import Roles, assign_ranks, has_shadows, ratio_text, vector_text
@@ -120,42 +119,12 @@ def _placed(
     model = spec.models.of(name.role) or ModelSpec()
     if name.is_rollout:
         layout = make_layout(name, "rollout", entry, ranks, Degrees.of_rollout(spec.rollout), cluster)
-        settings = on_devices(rollout_settings(model, layout, spec), model.fallback_dtype, ranks, cluster)
+        settings = cluster.settings_on(rollout_settings(model, layout, spec), model.fallback_dtype, ranks)
         return PlacedModel(name, layout, False, settings, spec.rollout)
-    settings = on_devices(model.of_shadow if name.is_shadow else model, model.fallback_dtype, ranks, cluster)
+    settings = cluster.settings_on(model.of_shadow if name.is_shadow else model, model.fallback_dtype, ranks)
     layout = make_layout(name, f"models.{name}", entry, ranks, Degrees.of(settings), cluster)
     placed = PlacedModel(name, layout, name in roles.trained, settings, head=roles.heads[name.role])
-    return sharded_as_set(placed, cluster)
-
-
-def sharded_as_set(model: PlacedModel, cluster: Cluster) -> PlacedModel:
-    """Return ``model`` with the number of replicas over which its state is sharded by its setting ``shard``.
-
-    Raises UserError unless every node has equally many of its replicas, and several.
-    """
-    if model.settings.shard == "all" or model.split == "whole":
-        return model
-    counts = Counter(cluster.node_of(ranks[0]) for ranks in model.layout.of_weights.replica_sets)
-    least, most = min(counts.values()), max(counts.values())
-    if least < most:
-        few, many = (next(node for node, count in counts.items() if count == each) for each in (least, most))
-        raise model.refusal(
-            "shard",
-            f"node needs as many replicas of {model.name} on each of its nodes, found {least} on "
-            f"node {few} and {most} on node {many}; use all, or place {max(2, least)} on each",
-        )
-    if most == 1:
-        raise model.refusal(
-            "shard",
-            f"node needs several replicas of {model.name} on each of its nodes, found 1; use all, or a smaller tp",
-        )
-    if most % model.layout.ep:
-        raise model.refusal(
-            "ep",
-            f"{model.layout.ep} does not divide the {most} replicas of {model.name} on a node, over "
-            f"which shard node shards; use shard all, or ep {either(n for n in range(1, most + 1) if most % n == 0)}",
-        )
-    return replace(model, sharded_over=0 if len(counts) == 1 else most)
+    return placed.sharded_on(cluster)
 
 
 @dataclass(frozen=True)
@@ -187,6 +156,47 @@ class Degrees:
         """Return the degrees of a model's settings: of ring attention, which says so, ranks may be anywhere."""
         return cls(settings.tp, settings.pp, settings.cp, settings.context_parallel == "ring", settings.ep)
 
+    def check(self, name: str, section: str, ranks: tuple[int, ...], cluster: Cluster) -> None:
+        """Raise UserError for degrees that do not divide the ranks, and for ranks of a replica that would exchange
+        activations between nodes, whose links are slow.
+        """
+        size, tp, pp, cp, whole = len(ranks), self.tp, self.pp, self.cp, self.whole_nodes
+        if size % pp:
+            stages = either(n for n in range(1, size + 1) if size % n == 0)
+            raise SettingError.of(section, "pp", f"{pp} does not divide the {size} devices of {name}; use {stages}")
+        if size % (tp * pp) == 0 and _stays_on_node(ranks, tp, cluster, whole):
+            fits = [n for n in range(1, size + 1) if size % (n * tp * pp) == 0]
+            if cp not in fits:
+                raise SettingError.of(
+                    section,
+                    "cp",
+                    f"{cp} does not divide the {size // (tp * pp)} copies of {name} on its {size} devices; "
+                    f"use {either(fits)}",
+                )
+            if cp > 1 and not self.crosses and not _stays_on_node(ranks, cp * tp, cluster):
+                stay = [n for n in fits if _stays_on_node(ranks, n * tp, cluster)]
+                raise SettingError.of(
+                    section,
+                    "cp",
+                    f"{cp} ranks of {name} would lie on two nodes; use {either(stay)}, or context_parallel ring",
+                )
+            copies, ep = size // (tp * pp), self.ep
+            if copies % ep:
+                divisors = [n for n in range(1, copies + 1) if copies % n == 0]
+                raise SettingError.of(
+                    section,
+                    "ep",
+                    f"{ep} does not divide the {copies} copies of {name} on its {size} devices; use {either(divisors)}",
+                )
+            return
+        works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster, whole)]
+        if size % (tp * pp):
+            stages = f" in {pp} pipeline stages" if pp > 1 else ""
+            raise SettingError.of(
+                section, "tp", f"{tp} does not divide the {size} devices of {name}{stages}; use {either(works)}"
+            )
+        raise SettingError.of(section, "tp", f"{tp} ranks of {name} would lie on two nodes; use {either(works)}")
+
 
 def make_layout(
     name: str, section: str, entry: PlacementEntry, written: tuple[int, ...], degrees: Degrees, cluster: Cluster
@@ -196,7 +206,7 @@ def make_layout(
     ``section``: of the YAML, with the degrees. Raises UserError for degrees and shares that do not fit the ranks.
     """
     ranks = tuple(sorted(written))
-    check_degrees(name, section, ranks, degrees, cluster)
+    degrees.check(name, section, ranks, cluster)
     layout = Layout(ranks, degrees.tp, degrees.pp, cp=degrees.cp, ep=degrees.ep)
     shares = entry.row_shares
     if shares is None:
@@ -212,48 +222,6 @@ def make_layout(
     return replace(layout, row_shares=() if len(set(shares)) == 1 else shares)
 
 
-def check_degrees(name: str, section: str, ranks: tuple[int, ...], degrees: Degrees, cluster: Cluster) -> None:
-    """Raise UserError for degrees that do not divide the ranks, and for ranks of a replica that would exchange
-    activations between nodes, whose links are slow.
-    """
-    size, tp, pp, cp, whole = len(ranks), degrees.tp, degrees.pp, degrees.cp, degrees.whole_nodes
-    if size % pp:
-        stages = either(n for n in range(1, size + 1) if size % n == 0)
-        raise SettingError.of(section, "pp", f"{pp} does not divide the {size} devices of {name}; use {stages}")
-    if size % (tp * pp) == 0 and _stays_on_node(ranks, tp, cluster, whole):
-        fits = [n for n in range(1, size + 1) if size % (n * tp * pp) == 0]
-        if cp not in fits:
-            raise SettingError.of(
-                section,
-                "cp",
-                f"{cp} does not divide the {size // (tp * pp)} copies of {name} on its {size} devices; "
-                f"use {either(fits)}",
-            )
-        if cp > 1 and not degrees.crosses and not _stays_on_node(ranks, cp * tp, cluster):
-            stay = [n for n in fits if _stays_on_node(ranks, n * tp, cluster)]
-            raise SettingError.of(
-                section,
-                "cp",
-                f"{cp} ranks of {name} would lie on two nodes; use {either(stay)}, or context_parallel ring",
-            )
-        copies, ep = size // (tp * pp), degrees.ep
-        if copies % ep:
-            divisors = [n for n in range(1, copies + 1) if copies % n == 0]
-            raise SettingError.of(
-                section,
-                "ep",
-                f"{ep} does not divide the {copies} copies of {name} on its {size} devices; use {either(divisors)}",
-            )
-        return
-    works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster, whole)]
-    if size % (tp * pp):
-        stages = f" in {pp} pipeline stages" if pp > 1 else ""
-        raise SettingError.of(
-            section, "tp", f"{tp} does not divide the {size} devices of {name}{stages}; use {either(works)}"
-        )
-    raise SettingError.of(section, "tp", f"{tp} ranks of {name} would lie on two nodes; use {either(works)}")
-
-
 def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster, whole_nodes: bool = False) -> bool:
     """Whether neighbours are on one node; or, with ``whole_nodes``, on nodes that have no other ranks."""
     nodes = [{cluster.node_of(rank) for rank in ranks[i : i + tp]} for i in range(0, len(ranks), tp)]
@@ -261,13 +229,6 @@ def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster, whole_node
         len(each) == 1 or (whole_nodes and sum(len(cluster.ranks_on_node(node)) for node in each) == tp)
         for each in nodes
     )
-
-
-def on_devices(settings: ModelSpec, fallback: Dtype | None, ranks: Iterable[int], cluster: Cluster) -> ModelSpec:
-    """Return the settings of a model that is placed on ``ranks``: with ``fallback`` where one has no bfloat16."""
-    if settings.dtype != "bfloat16" or fallback is None or not any(lacks_bfloat16(rank, cluster) for rank in ranks):
-        return settings
-    return settings.model_copy(update={"dtype": fallback})
 
 
 def with_placed_dtypes(spec: Spec, placement: Placement) -> Spec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +14,8 @@ from flexrlhf.config.engines import EngineFacts, Split, facts_of
 from flexrlhf.config.model_settings import Head, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import OperatorPlacement
 from flexrlhf.config.spec import RolloutSpec
-from flexrlhf.errors import SettingError
+from flexrlhf.errors import SettingError, either
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 
 SHADOW = "shadow"
@@ -209,6 +211,40 @@ class PlacedModel:
             return ("rollout", own) if own in RolloutSpec.model_fields else (f"models.{self.role}", setting)
         section = f".{SHADOW}" if self.is_shadow and setting in ShadowSpec.model_fields else ""
         return f"models.{self.role}{section}", setting
+
+    @property
+    def is_sharded_in_nodes(self) -> bool:
+        """Whether parts of a data-parallel group, such as the ranks of a node, each store all of the model's state."""
+        return 1 < self.num_shards < self.layout.of_weights.dp
+
+    def sharded_on(self, cluster: Cluster) -> PlacedModel:
+        """Return the model with the number of replicas over which its state is sharded by its setting ``shard``.
+
+        Raises UserError unless every node has equally many of its replicas, and several.
+        """
+        if self.settings.shard == "all" or self.split == "whole":
+            return self
+        counts = Counter(cluster.node_of(ranks[0]) for ranks in self.layout.of_weights.replica_sets)
+        least, most = min(counts.values()), max(counts.values())
+        if least < most:
+            few, many = (next(node for node, count in counts.items() if count == each) for each in (least, most))
+            raise self.refusal(
+                "shard",
+                f"node needs as many replicas of {self.name} on each of its nodes, found {least} on "
+                f"node {few} and {most} on node {many}; use all, or place {max(2, least)} on each",
+            )
+        if most == 1:
+            raise self.refusal(
+                "shard",
+                f"node needs several replicas of {self.name} on each of its nodes, found 1; use all, or a smaller tp",
+            )
+        if most % self.layout.ep:
+            raise self.refusal(
+                "ep",
+                f"{self.layout.ep} does not divide the {most} replicas of {self.name} on a node, over which shard node "
+                f"shards; use shard all, or ep {either(n for n in range(1, most + 1) if most % n == 0)}",
+            )
+        return replace(self, sharded_over=0 if len(counts) == 1 else most)
 
 
 MOST_OF_SHARES = 1000

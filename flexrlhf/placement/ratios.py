@@ -22,7 +22,7 @@ from flexrlhf.config.model_settings import Head
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.placed import ROLLOUT, SHADOW, ModelName
+from flexrlhf.placement.placed import ROLLOUT, SHADOW, ModelName, PlacedOperator
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,12 @@ class Roles:
     @property
     def with_shadows(self) -> tuple[ModelName, ...]:
         return self.shadows + self.without_shadows
+
+    def needs_trained(self, operator: PlacedOperator) -> bool:
+        """Whether ``operator`` computes with the weights that are trained under every placement: next to a rollout
+        engine its role has no other copy for forward passes, where models are placed."""
+        is_next_to_engine = operator.role == self.rollout and operator.kind == "forward"
+        return operator.kind == "train" or operator.on_trained or is_next_to_engine
 
 
 def has_shadows(names: Iterable[str]) -> bool:

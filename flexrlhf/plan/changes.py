@@ -13,9 +13,8 @@ from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import MAX_DEVICES, RolloutSpec, Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.memory.budget import Compute
-from flexrlhf.placement.cluster import Cluster, has_known_gpus
-from flexrlhf.placement.devices import DEVICE_CLASSES, GPUS_PER_NODE
-from flexrlhf.placement.groups import is_sharded_in_nodes
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import padded_row
 from flexrlhf.plan.plan import Plan
@@ -143,7 +142,7 @@ def _of_any_copy(model: PlacedModel) -> dict[str, list[Any]]:
     """Return changes that any copy allows: more sharding and stages, fewer bits."""
     settings = model.settings
     return {
-        "shard": ["all"] if is_sharded_in_nodes(model) else [],
+        "shard": ["all"] if model.is_sharded_in_nodes else [],
         "zero": [stage for stage in (1, 2, 3) if stage > settings.zero],
         "tp": [2 * settings.tp],
         "pp": [2 * settings.pp] if facts_of(model.engine).pp else [],
@@ -244,7 +243,7 @@ def _with_offloading_engine(spec: Spec, trained: Iterable[str], cluster: Cluster
     host memory."""
     engine = offloading_engine()
     others = [role for role, model in _models(spec, trained).items() if model.engine != engine]
-    if engine and others and has_known_gpus(spec.cluster, cluster):
+    if engine and others and cluster.has_known_gpus(spec.cluster):
         changes = tuple(SettingChange(f"models.{role}.engine", engine) for role in others)
         change = RequestChange(f"with --engine {engine} (models.ROLE.engine)", changes)
         yield change
@@ -292,7 +291,7 @@ def enlarged(cluster: ClusterSpec, times: int) -> ClusterSpec:
     nodes = [node.model_copy(update={"count": times * node.count}) for node in cluster.nodes]
     if len(nodes) == 1 and cluster.nodes[0].count == 1:
         devices = times * cluster.num_devices
-        size = max(nodes[0].devices, min(devices, GPUS_PER_NODE))
+        size = max(nodes[0].devices, min(devices, DeviceClass.PER_NODE))
         nodes = [nodes[0].model_copy(update={"devices": size, "count": -(-devices // size)})]
     return cluster.model_copy(update={"nodes": tuple(nodes)})
 
@@ -300,7 +299,7 @@ def enlarged(cluster: ClusterSpec, times: int) -> ClusterSpec:
 def _more_memory(spec: Spec, cluster: Cluster) -> Iterator[RequestChange]:
     """Yield the request on devices with the memory of each larger class; their speed stays."""
     largest = max((cluster.memory_bytes(rank) or 0) for rank in cluster.ranks) / 1e9
-    classes = {each.usable_bytes / 1e9: each for each in reversed(DEVICE_CLASSES.values())}
+    classes = {each.usable_bytes / 1e9: each for each in reversed([*DeviceClass.KNOWN.values()])}
     for memory, device in sorted(classes.items()):
         if memory > largest > 0:
             nodes = tuple(node.model_copy(update={"memory_gb": memory}) for node in spec.cluster.nodes)

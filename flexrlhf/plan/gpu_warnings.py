@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from flexrlhf.placement.devices import DEVICE_CLASSES, GROUPED_CAPABILITIES
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted
@@ -55,9 +55,9 @@ def _experts_one_by_one(plan: Plan) -> Iterator[str]:
         has_experts = shape is not None and shape.sizes is not None and shape.sizes.experts is not None
         for name in _classes(plan, model) if has_experts and model.facts.trains else ():
             dtype = model.settings.dtype
-            if dtype != "bfloat16" or not DEVICE_CLASSES[name].has_grouped_mm(2):
+            if dtype != "bfloat16" or not DeviceClass.KNOWN[name].has_grouped_mm(2):
                 found[name, dtype].append(str(model.name))
-    majors = " and ".join(map(str, GROUPED_CAPABILITIES))
+    majors = " and ".join(map(str, DeviceClass.GROUPED_CAPABILITIES))
     for (name, kind), models in found.items():
         yield (
             f"{name} computes the products of experts of {', '.join(models)} one after the other, in {kind}: torch "
@@ -68,4 +68,4 @@ def _experts_one_by_one(plan: Plan) -> Iterator[str]:
 def _classes(plan: Plan, model: PlacedModel) -> list[str]:
     """Return the classes of GPUs, of which figures are known, that ``model`` is on."""
     names = {plan.cluster.devices[rank].device_class for rank in model.ranks}
-    return sorted(names & DEVICE_CLASSES.keys())
+    return sorted(names & DeviceClass.KNOWN.keys())

@@ -11,7 +11,7 @@ from typing import Any
 from flexrlhf.memory.budget import Phase
 from flexrlhf.memory.rank_memory import RankMemory
 from flexrlhf.memory.states import State
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.cache_size import is_short_of_cache
 from flexrlhf.plan.plan import Plan
@@ -20,7 +20,7 @@ from flexrlhf.text import bytes_text, ranks_text
 
 NUM_MEASURED = 4
 NUM_SUGGESTIONS = 6
-SMALLEST_DEVICE_BYTES = min(device.usable_bytes for device in DEVICE_CLASSES.values())
+SMALLEST_DEVICE_BYTES = min(device.usable_bytes for device in DeviceClass.KNOWN.values())
 TensorBytes = Mapping[str, Mapping[str, int]]
 """Bytes of a rank's tensors by placed model and kind."""
 WIDTH = 120

@@ -23,8 +23,8 @@ from flexrlhf.config.model_settings import OF_ROUTERS, Head, ModelSpec
 from flexrlhf.errors import SettingError, UserError, either
 from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots, has_lengths
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.placement.cluster import Cluster, lacks_bfloat16
-from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan.engine_checks import check_replayed_passes, check_ring, check_settings, engines_with
 from flexrlhf.weights.adapter_files import has_adapters
@@ -257,7 +257,7 @@ def _check_dtype(model: PlacedModel, cluster: Cluster) -> None:
     if model.settings.dtype != "bfloat16":
         return
     for rank in _first_ranks(model, cluster).values():
-        if (figures := lacks_bfloat16(rank, cluster)) is not None:
+        if (figures := cluster.lacks_bfloat16(rank)) is not None:
             raise model.refusal(
                 "dtype",
                 f"{figures.name} (rank {rank}) has no bfloat16; use float16 or float32, there "
@@ -293,7 +293,7 @@ def _lacks_of(figures: DeviceClass, settings: ModelSpec, facts: EngineFacts) -> 
 def _check_capabilities(model: PlacedModel, cluster: Cluster) -> None:
     """Raise UserError for an engine or a kernel that a device class of its model does not support."""
     for name, rank in _first_ranks(model, cluster).items():
-        figures = DEVICE_CLASSES.get(name)
+        figures = DeviceClass.KNOWN.get(name)
         for each in [] if figures is None else _lacks_of(figures, model.settings, model.facts):
             raise model.refusal(
                 each.setting,

@@ -16,8 +16,8 @@ from flexrlhf.config.spec import SMALL_BUCKET_MB, Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
-from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16, make_cluster
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.placed import Placement
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_family
@@ -100,7 +100,7 @@ def with_device_sizes(spec: Spec, cluster: Cluster) -> Spec:
 
 def _with_types(spec: Spec, cluster: Cluster) -> Spec:
     """Return ``spec`` with models in bfloat16 where all devices compute in it, unless another type is written."""
-    if not all_compute_in_bfloat16(spec.cluster, cluster):
+    if not cluster.all_compute_in_bfloat16(spec.cluster):
         return spec
     models = {
         # DeepSpeed has no float32 gradients of 16-bit weights at stage 0
@@ -115,11 +115,11 @@ def _with_types(spec: Spec, cluster: Cluster) -> Spec:
 
 def without_device_sizes(spec: Spec) -> Spec:
     """Return ``spec`` without the sizes that ``with_device_sizes`` gives."""
-    return _sized(spec, lambda given, size: None if given == size else given, make_cluster(spec.cluster))
+    return _sized(spec, lambda given, size: None if given == size else given, Cluster.of(spec.cluster))
 
 
 def _sized(spec: Spec, change: Callable[[float | None, float], float | None], cluster: Cluster) -> Spec:
-    known = [DEVICE_CLASSES[name].memory_gb for name in cluster.classes if name in DEVICE_CLASSES]
+    known = [DeviceClass.KNOWN[name].memory_gb for name in cluster.classes if name in DeviceClass.KNOWN]
     large = min(LARGE_MB, 10 * min(known)) if len(known) == len(cluster.classes) else None
     logits = large or SMALL_LOGITS_MB
     models = {

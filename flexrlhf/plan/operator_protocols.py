@@ -13,7 +13,7 @@ from flexrlhf.config.code_checks import check_function
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.placement.hosts import under_torchrun
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.protocols import Arguments, Parts, TransferProtocol, protocol_of
@@ -49,7 +49,9 @@ def with_protocols(placement: Placement, graph: Graph, spec: Spec) -> Placement:
             if reference not in found:
                 check_function(reference, key)
                 # ranks compare theirs with each other's
-                found[reference] = protocol_of(reference, tuple(arguments[reference]), 1 if under_torchrun() else 2)
+                found[reference] = protocol_of(
+                    reference, tuple(arguments[reference]), 1 if Hosts.under_torchrun() else 2
+                )
             layouts[name] = replace(placement.layout_of(operators[name]), protocol=found[reference])
         elif reference not in NAMED:
             raise UserError(

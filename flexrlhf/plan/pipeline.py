@@ -19,7 +19,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.memory.budget import Sizing
 from flexrlhf.operators.graph import Graph
-from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.groups import Group, compute_groups
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.per_operator import place_operators
@@ -131,7 +131,7 @@ def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacl
         spec = with_shared_reference(spec)
         graph = make_graph(spec)
     check_evaluation(graph, spec)
-    cluster = make_cluster(spec.cluster)
+    cluster = Cluster.of(spec.cluster)
     spec = with_device_sizes(resolve_models(spec, graph, pending), cluster)
     spec, choice = with_rollout_engine(spec, graph, cluster, pending or {}, obstacle)
     return ResolvedSpec(with_parity_limits(spec), graph, cluster, choice)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 from flexrlhf.config.model_settings import LoraSpec
-from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.episode_processes import episodes_of_process, processes_by_node, processes_by_rank
 from flexrlhf.plan.gpu_warnings import gpu_warnings
@@ -168,4 +167,4 @@ def computing_text(model: PlacedModel) -> str:
 
 def zero_text(model: PlacedModel) -> str:
     """Return the ZeRO stage, and whether each node stores all shards."""
-    return f"{model.settings.zero}" + " in each node" * is_sharded_in_nodes(model)
+    return f"{model.settings.zero}" + " in each node" * model.is_sharded_in_nodes

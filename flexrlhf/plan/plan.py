@@ -18,7 +18,7 @@ from flexrlhf.memory.states import State
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.devices import CONTEXT_BYTES, communicator_bytes
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
@@ -190,7 +190,7 @@ class Plan:
     def outside_bytes(self, rank: int, only_of_groups: bool = False) -> int:
         """Return the bytes of a GPU outside torch: its context and the communicators of a rank, or those of groups."""
         made = self.communicators_of_groups(rank) if only_of_groups else self.communicators(rank)
-        return int(CONTEXT_BYTES) + communicator_bytes(made)
+        return DeviceClass.context_bytes(made)
 
     def communicators_of_groups(self, rank: int) -> int:
         """Return how many a rank has once ranks are connected."""

@@ -23,7 +23,7 @@ from flexrlhf.config.spec import ParitySpec, RolloutSpec, Spec
 from flexrlhf.errors import UserError, either
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator, after
-from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.placed import SHADOW, ModelName
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.old_logprobs import (
@@ -55,7 +55,7 @@ def with_rollout_engine(
         return spec, ""
     if role is None:
         return _with_transformers(spec, f"{spec.algorithm.name} trains on responses of the data set"), ""
-    if not all_compute_in_bfloat16(spec.cluster, cluster):
+    if not cluster.all_compute_in_bfloat16(spec.cluster):
         unknown = "not all devices of cluster.nodes are GPUs of known classes that compute in bfloat16"
         return _with_transformers(spec, unknown), ""
     family = _family(spec, role, pending)

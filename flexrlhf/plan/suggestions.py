@@ -17,7 +17,6 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
-from flexrlhf.placement.cluster import has_known_gpus
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.cache_size import unsized_spec
 from flexrlhf.plan.changes import Changes, SettingChange, changed_spec, changes_on
@@ -230,7 +229,7 @@ def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
 
     ``spec``: as a user has written it.
     """
-    if not has_known_gpus(spec.cluster, plan.cluster):
+    if not plan.cluster.has_known_gpus(spec.cluster):
         return plan, ""
     graph, chosen = make_graph(plan.spec), dict[str, str]()
     written, changed = frozenset(_written(spec, plan.graph.roles)), plan

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from flexrlhf.placement.cluster import ANY_CLASS
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.episode_processes import processes_by_node
 from flexrlhf.plan.placement_text import zero_text
@@ -63,7 +62,7 @@ def _kind(plan: Plan, rank: int) -> tuple[object, ...]:
 def _where(plan: Plan, ranks: tuple[int, ...], device: str) -> str:
     nodes = _nodes(plan, ranks)
     device_class = plan.cluster.devices[ranks[0]].device_class
-    called = device if device_class == ANY_CLASS else device_class
+    called = device if device_class == plan.cluster.ANY_CLASS else device_class
     return f"node{'s' if len(nodes) > 1 else ''} {span_of(nodes)}" + (f" · {called}" if called else "")
 
 

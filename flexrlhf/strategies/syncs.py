@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.placement.cluster import make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Release, Run, Sync
 from flexrlhf.strategies.schedule import checkpoints
@@ -54,7 +54,7 @@ def with_syncs(
 def syncs_overlap(spec: Spec) -> bool:
     """Whether the syncs of shadows overlap what comes next, between ranks that they do not have in common."""
     if spec.sync.overlap == "auto":
-        return spec.schedule.lag > 0 or make_cluster(spec.cluster).num_nodes > 1
+        return spec.schedule.lag > 0 or Cluster.of(spec.cluster).num_nodes > 1
     return spec.sync.overlap
 
 

@@ -31,7 +31,6 @@ from flexrlhf.placement.groups import (
     SAME_EXPERTS,
     SHARD,
     WEIGHTS,
-    is_sharded_in_nodes,
     model_purpose,
     pipeline_ends,
     replica_purpose,
@@ -187,7 +186,7 @@ def load_model_on_rank(
         same = ranks_of(SAME_EXPERTS, model.expert_copy_set(rank))
         experts = ExpertRanks(ranks_of(EXPERTS, layout.ep_set(rank)), same)
     in_node = None
-    if is_sharded_in_nodes(model):
+    if model.is_sharded_in_nodes:
         in_node = ShardRanks(ranks_of(SHARD, model.shard_set(rank)), ranks_of(COPIES, model.copy_set(rank)))
     stages = stage_ranks(layout, rank, ranks_of, has_all=model.facts.model_group)
     engine = make_engine(

@@ -16,7 +16,7 @@ from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.errors import RankFailure, UserError
 from flexrlhf.launch.preparation import prepare_job
 from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.placement.hosts import Hosts, under_torchrun
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.recorded_columns import RecordedColumn
@@ -52,7 +52,7 @@ class Verdict:
 
 def run_side(plan: Plan, factory: RankFactory | None) -> RecordedRun:
     """Run one side on this machine, on ranks of ``factory``. Raises UserError, RankFailure or Interrupted."""
-    if under_torchrun():
+    if Hosts.under_torchrun():
         raise UserError("verify starts the ranks of both sides itself; call it without torchrun")
     try:
         prepare_job([plan], Hosts()).start(factory=factory)

@@ -40,7 +40,6 @@ from flexrlhf.placement.groups import (
     SHARD,
     WEIGHTS,
     Group,
-    is_sharded_in_nodes,
     pipeline_ends,
 )
 from flexrlhf.placement.placed import PlacedModel
@@ -615,7 +614,7 @@ class Rank:
             same = model.expert_copy_set(self.number)
             if instruction.operator.kind == "train":
                 self._agree((*key, "same"), f"{SAME_EXPERTS} {model.name}", same, instruction, weights)
-        if is_sharded_in_nodes(model):
+        if model.is_sharded_in_nodes:
             sets = {SHARD: model.shard_set(self.number), COPIES: model.copy_set(self.number)}
             for purpose in (SHARD, COPIES) if instruction.operator.kind == "train" else (SHARD,):
                 self._agree((*key, purpose), f"{purpose} {model.name}", sets[purpose], instruction, weights)

@@ -19,7 +19,6 @@ from flexrlhf.placement.groups import (
     SHARD,
     WEIGHTS,
     Group,
-    is_sharded_in_nodes,
     pipeline_ends,
 )
 from flexrlhf.placement.placed import PlacedModel
@@ -65,7 +64,7 @@ class PassCalls:
         if layout.ep > 1:
             self._ep = self.group(EXPERTS, layout.ep_set(self.rank))
             self._same_experts = self.group(SAME_EXPERTS, model.expert_copy_set(self.rank))
-        in_node = is_sharded_in_nodes(model)
+        in_node = model.is_sharded_in_nodes
         self._shards = self.group(SHARD, model.shard_set(self.rank)) if in_node else self._same_part
         whole = self._same_part if model.split == "whole" else None
         self._copies = self.group(COPIES, model.copy_set(self.rank)) if in_node else whole

@@ -15,7 +15,6 @@ from residency_rules import least_and_most
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError
-from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel, Placement
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -497,7 +496,7 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "moves": [i.primitive for i in plan.schedule.instructions if isinstance(i, Move)],
         "engine": [f"{m.engine}-{m.settings.zero}" for m in placement.models],
         "weights": [f"{m.split} of {'tp' if m.layout.tp > 1 else 'one'}" for m in placement.models if len(m.ranks) > 1],
-        "sharded in nodes": [m.split for m in placement.models if is_sharded_in_nodes(m)],
+        "sharded in nodes": [m.split for m in placement.models if m.is_sharded_in_nodes],
         "tensor parallel": [str(m.layout.tp) for m in placement.models],
         "context parallel": [str(m.layout.cp) for m in placement.models],
         "expert parallel": [str(m.layout.ep) for m in placement.models],

@@ -18,7 +18,6 @@ from flexrlhf.guideline.advice.advised_yaml import write_advised
 from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.advice.operator_space import advise_operators
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
-from flexrlhf.placement.hosts import with_device
 from flexrlhf.plan import model_checks
 from flexrlhf.plan.model_checks import check_packages
 from flexrlhf.plan.pipeline import make_plan, make_plans
@@ -112,7 +111,7 @@ def test_vllm_generates_where_all_devices_compute_in_bfloat16_and_nothing_else_i
 def test_a_choice_stays_where_ranks_plan_again() -> None:
     """Their devices are the machine's, and some ranks read the settings from a YAML."""
     for overrides, engine in (((A100,), "vllm"), ((A100, *CUT), "transformers")):
-        spec = with_device(plan_of(None, 2, *overrides).spec, "cpu")
+        spec = plan_of(None, 2, *overrides).spec.with_device("cpu")
         for each in (spec, parse_spec(read_yaml(dump_spec(spec)))):
             assert make_plan(each).spec.rollout.engine == engine
 

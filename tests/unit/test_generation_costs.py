@@ -21,7 +21,7 @@ from flexrlhf.guideline.costs.decode_phases import EVEN_BINS, TAIL_BINS, decode_
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
 from flexrlhf.guideline.costs.kernels import FIGURES, LAUNCH_SECONDS
 from flexrlhf.guideline.costs.profiles import Batching, host_factor
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.weights.families import model_sizes
 
 SMALL = Transformer(24, 896, 4864, 14, 2, 64, 151936, tied=True)
@@ -33,7 +33,7 @@ COSTS = TABLES.costs(NO_OVERHEADS)
 
 
 def mesh_of(name: str = "A100-80G", **sizes: int) -> Mesh:
-    device = DEVICE_CLASSES[name]
+    device = DeviceClass.KNOWN[name]
     return Mesh(device, Links(device.link_gb_s, device.node_gb_s), **{"per_node": 8, **sizes})
 
 
@@ -280,7 +280,7 @@ def test_latents_are_read_by_every_device_and_made_into_keys_by_transformers() -
 
 
 def test_a_host_is_as_old_as_its_bus() -> None:
-    factors = [host_factor(DEVICE_CLASSES[name]) for name in ("H100-80G", "A100-80G", "V100-32G")]
+    factors = [host_factor(DeviceClass.KNOWN[name]) for name in ("H100-80G", "A100-80G", "V100-32G")]
     assert factors == sorted(factors)
     assert factors[0] == 1
 

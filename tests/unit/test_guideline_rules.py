@@ -33,7 +33,7 @@ from flexrlhf.guideline.advice.request import AdviceRequest, nodes_of_eight
 from flexrlhf.guideline.advice.space import make_space, with_schedule
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.placement.cluster import make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.plan.pipeline import make_plan
 
 PPO = ("actor", "critic", "ref", "reward")
@@ -80,7 +80,7 @@ def test_memory_is_full_by_the_share_of_the_fullest_device() -> None:
     peak = max(memory.peak_bytes for memory in simulation.plan.memories)
     for share, state in ((0.94, "followed"), (0.96, "contradicted")):
         node = NodeSpec.model_validate({"devices": 2, "class": "A100-80G", "memory_gb": peak / 1e9 / share})
-        found = judged(simulation, make_cluster(ClusterSpec(nodes=(node,))))
+        found = judged(simulation, Cluster.of(ClusterSpec(nodes=(node,))))
         (verdict,) = (each for each in found if each.rule is STOP_BEFORE_FULL)
         assert verdict.state == state and f"({share:.0%})" in verdict.evidence
 

@@ -17,7 +17,7 @@ from flexrlhf.guideline.simulation.pricing import synced_weights
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import GENERATE, Graph, Operator
-from flexrlhf.placement.cluster import make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.place import place
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
@@ -92,7 +92,7 @@ def test_each_role_has_its_own() -> None:
 def test_a_shadow_has_both_heads_and_a_rollout_engine_one(rollout: bool) -> None:
     spec = spec_of([0.5] * 2, 2, *(["rollout.engine=vllm"] if rollout else []))
     roles = Roles(("actor",), ("actor",), {"actor": "both"}, "actor" if rollout else None)
-    placement = place(spec, roles, True, make_cluster(ClusterSpec(devices=2)))
+    placement = place(spec, roles, True, Cluster.of(ClusterSpec(devices=2)))
     follower = "actor.rollout" if rollout else "actor.shadow"
     assert {model.name: model.head for model in placement.models} == {
         "actor": "both",
@@ -205,7 +205,7 @@ def test_memory_of_the_second_head(dtype: str) -> None:
 def test_other_families_are_refused() -> None:
     """Gemma's head scales and caps."""
     sizes = Sizes(1, 8, 16, 2, 2, 4, 32, family="gemma2")
-    shape, cluster = replace(trunk_shape(), sizes=sizes), make_cluster(ClusterSpec(devices=1))
+    shape, cluster = replace(trunk_shape(), sizes=sizes), Cluster.of(ClusterSpec(devices=1))
     model = trunk((0,))
     check_models(Placement((model,), 1), {"actor": trunk_shape()}, cluster)
     check_models(Placement((replace(model, head="causal"),), 1), {"actor": shape}, cluster)

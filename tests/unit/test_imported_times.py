@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import imported_times
 from benchmarks.imported_recipes import RECIPES
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 
 JOBS = Path(__file__).parents[1] / "fixtures" / "imports"
 
@@ -26,7 +26,7 @@ def test_rows_of_the_table_name_repositories_classes_and_lengths() -> None:
     names = [row["id"] for row in rows()]
     assert len(set(names)) == len(names)
     for number, row in enumerate(rows()):
-        assert row["repository"] in RECIPES and row["device"] in DEVICE_CLASSES and row["source"]
+        assert row["repository"] in RECIPES and row["device"] in DeviceClass.KNOWN and row["source"]
         assert row["fitted"] in ("yes", "no") and float(row["seconds"]) > 0
         assert row["response"] in ("solved", *names[:number]) or float(row["response"]) > 0
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from small_runs import plan_of
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 
+from flexrlhf.cli.run import check_restarts
 from flexrlhf.comm.store import Endpoint, Notice, connect_store, interface_to, serve_store
 from flexrlhf.comm.world import cuda_backend, open_world
 from flexrlhf.errors import RunStopped, UserError
@@ -24,7 +25,7 @@ from flexrlhf.launch.failures import Failure
 from flexrlhf.launch.node_watch import NodeWatch
 from flexrlhf.launch.rendezvous import NodeRendezvous, endpoint_at
 from flexrlhf.launch.worker import device_queues
-from flexrlhf.placement.hosts import Hosts, check_restarts, planned_gpu, rank_notice
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.runs.resume import RunOrder
 
 NAMES = ("node 0 (host a; ranks 0)", "node 1 (host b; ranks 1)")
@@ -118,7 +119,7 @@ def test_ranks_that_are_planned_on_gpus_do_not_run_on_cpus(
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     cluster = plan_of(None, 2, "cluster={nodes: [{count: 2, devices: 1, class: A100-80G}]}").cluster
-    planned = planned_gpu(cluster, Hosts(2, 1, "a:1").local_ranks(cluster))
+    planned = cluster.planned_gpu(Hosts(2, 1, "a:1").local_ranks(cluster))
     with pytest.raises(UserError) as caught:
         choose_device("auto", 2, planned)
     assert str(caught.value) == f"node 1: its class A100-80G is a GPU, and this machine has {sentence}"
@@ -162,16 +163,16 @@ def test_ranks_with_tensor_parallel_megatron_have_one_hardware_queue() -> None:
 
 def test_variables_of_a_rank_that_torchrun_did_not_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert rank_notice() is None
+    assert Hosts.rank_notice() is None
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}.items():
         monkeypatch.setenv(name, value)
-    notice = rank_notice()
+    notice = Hosts.rank_notice()
     assert notice is not None and notice.startswith("RANK=1, WORLD_SIZE=4, MASTER_ADDR=a in the environment: ")
     assert "`unset RANK WORLD_SIZE MASTER_ADDR`" in notice
     with pytest.raises(UserError, match="--max-restarts 2: .* its own"):
         check_restarts(2)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert rank_notice() is None
+    assert Hosts.rank_notice() is None
 
 
 def test_the_interface_of_an_address_is_found() -> None:

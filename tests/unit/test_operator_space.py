@@ -28,7 +28,6 @@ from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, LinkEnd, SearchSync, SearchTask, device_bytes
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.per_operator import needs_trained
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.strategies.instructions import Release, Sync
 
@@ -164,7 +163,7 @@ def _random_assignments(space: OperatorSpace, drawn: Random) -> Iterator[Assignm
         border = drawn.randrange(1, 8) if space.has_shadows else None
         chosen = []
         for part in problem.parts:
-            first = needs_trained(sketch.operators[part.name], space.roles)
+            first = space.roles.needs_trained(sketch.operators[part.name])
             meshes = [
                 (start, size)
                 for start, size in problem.all_meshes

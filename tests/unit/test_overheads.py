@@ -28,7 +28,7 @@ from flexrlhf.guideline.costs.profiles import (
     read_table,
 )
 from flexrlhf.guideline.simulation.inputs import CostSource
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 
 FAMILIES = get_args(EngineFamily)
 SEVEN = Transformer(32, 4096, 11008, 32, 32, 128, 32000)
@@ -37,7 +37,7 @@ ALONE, IN_STEP = AnalyticCosts(overheads=NO_OVERHEADS), AnalyticCosts()
 
 
 def mesh_of(dp: int = 1, tp: int = 1, zero: int = 0) -> Mesh:
-    return Mesh(DEVICE_CLASSES["A100-80G"], LINKS, dp, tp, per_node=8, zero=zero)
+    return Mesh(DeviceClass.KNOWN["A100-80G"], LINKS, dp, tp, per_node=8, zero=zero)
 
 
 def call_of(kind: str, engine: str) -> Call:
@@ -122,7 +122,7 @@ def test_layers_that_are_launched_one_by_one_take_longer_with_tensor_parallelism
 WORKLOAD = Workload(
     models={ACTOR: SEVEN, REF: SEVEN, CRITIC: SEVEN.as_scorer(), REWARD: SEVEN.as_scorer()},
     devices=16,
-    device=DEVICE_CLASSES["A100-80G"],
+    device=DeviceClass.KNOWN["A100-80G"],
     links=LINKS,
     rows=512,
     prompt=256.0,

@@ -12,7 +12,7 @@ from flexrlhf.guideline.costs.decode_phases import DecodeSteps, decoding
 from flexrlhf.guideline.costs.generation import generate_cost
 from flexrlhf.guideline.costs.profiles import DECODERS
 from flexrlhf.guideline.simulation.inputs import truncated_exponential
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 
 SEVEN = Transformer(28, 3584, 18944, 28, 4, 128, 152064)
 BLOCK, PROMPT = 4, 128
@@ -89,7 +89,7 @@ def test_no_row_is_put_back_where_all_have_room() -> None:
 
 
 def test_a_larger_cache_generates_faster() -> None:
-    mesh = Mesh(DEVICE_CLASSES["H100-80G"], Links(450, 50), 1, 1, 1, 8)
+    mesh = Mesh(DeviceClass.KNOWN["H100-80G"], Links(450, 50), 1, 1, 1, 8)
     responses = truncated_exponential(1000, 4096)
 
     def seconds(whole_rows: int) -> float:

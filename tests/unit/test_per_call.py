@@ -11,9 +11,9 @@ from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Choice, DevicePool, LinkEnd
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 
-DEVICE = DEVICE_CLASSES["A100-80G"]
+DEVICE = DeviceClass.KNOWN["A100-80G"]
 LLAMA_7B = Transformer(32, 4096, 11008, 32, 32, 128, 32000)
 GAP = 0.05
 

@@ -19,14 +19,14 @@ from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.simulation.inputs import ORDINARY_CPU, longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer, side_of, synced_weights
 from flexrlhf.guideline.simulation.simulate import simulate
-from flexrlhf.placement.devices import DEVICE_CLASSES, DeviceClass
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
 from flexrlhf.weights.shards import parts_on
 
 ROOT = Path(__file__).parents[2]
-A100 = DEVICE_CLASSES["A100-80G"]
+A100 = DeviceClass.KNOWN["A100-80G"]
 COSTS = AnalyticCosts()
 KINDS = pytest.mark.parametrize("kind", ["forward", "train"])
 ROUNDING = 1 + 1e-9
@@ -223,7 +223,7 @@ def test_ranks_that_share_rows_compute_their_part_and_exchange_states() -> None:
     assert trained(4, rows=1).seconds < 0.4 * trained(1, rows=1).seconds
 
 
-@pytest.mark.parametrize("device", DEVICE_CLASSES.values(), ids=DEVICE_CLASSES)
+@pytest.mark.parametrize("device", DeviceClass.KNOWN.values(), ids=DeviceClass.KNOWN)
 def test_ranks_of_a_node_exchange_heads_where_these_divide_as_a_ring_takes_longer(device: DeviceClass) -> None:
     """The choice of ``context_parallel: auto``, for short and long rows and few and many heads of keys."""
     links = Links(device.link_gb_s, device.node_gb_s)

@@ -13,7 +13,7 @@ from small_runs import plan_of, spec_of
 from flexrlhf.config.model_settings import Head
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.errors import UserError
-from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.place import place
 from flexrlhf.placement.placed import Placement
 from flexrlhf.placement.ratios import DeviceRequest, Roles, pack
@@ -33,7 +33,7 @@ def placed(placement: object, devices: int = 8, nodes: str = "", *overrides: str
     if nodes:
         overrides = (f"cluster={{nodes: {nodes}}}", *overrides)
     spec = spec_of(placement, devices, *overrides)
-    return place(spec, ROLES, True, make_cluster(spec.cluster))
+    return place(spec, ROLES, True, Cluster.of(spec.cluster))
 
 
 def ranks_of(placement: Placement) -> dict[str, Ranks]:
@@ -184,7 +184,7 @@ def test_a_vector_with_an_entry_too_many_names_its_models(
     """As after a reward model is replaced by a rule: the advice is not to split the devices."""
     spec = spec_of(vector, 8)
     with pytest.raises(UserError) as caught:
-        place(spec, Roles(roles, ("actor",), HEADS, "actor", "actor"), True, make_cluster(spec.cluster))
+        place(spec, Roles(roles, ("actor",), HEADS, "actor", "actor"), True, Cluster.of(spec.cluster))
     assert f" is read as [actor.rollout, {', '.join(roles)}] and " in str(caught.value)
     assert str(caught.value).endswith(ending)
 
@@ -418,7 +418,7 @@ def test_replicas_are_cut_from_ranks_in_ascending_order() -> None:
 
 def random_cluster(draw: random.Random) -> Cluster:
     nodes = tuple({"count": draw.randint(1, 2), "devices": draw.randint(1, 4)} for _ in range(draw.randint(1, 3)))
-    return make_cluster(ClusterSpec.model_validate({"nodes": nodes}))
+    return Cluster.of(ClusterSpec.model_validate({"nodes": nodes}))
 
 
 def test_packing_never_overlaps_models_of_one_lane() -> None:

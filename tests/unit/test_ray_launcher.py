@@ -25,12 +25,12 @@ from flexrlhf.launch.ray_cluster import (
 )
 from flexrlhf.launch.ray_driver import PlannedNode, RayLauncher, end_of_job, passed_on, reason
 from flexrlhf.launch.ray_node import NodeEnd, RayNode
-from flexrlhf.placement.cluster import make_cluster
-from flexrlhf.placement.hosts import Hosts, hosts_of
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.runs.resume import Resumption
 
-TWO_NODES = make_cluster(ClusterSpec.model_validate({"nodes": [{"count": 2, "devices": 2}], "device": "cpu"}))
-MIXED = make_cluster(
+TWO_NODES = Cluster.of(ClusterSpec.model_validate({"nodes": [{"count": 2, "devices": 2}], "device": "cpu"}))
+MIXED = Cluster.of(
     ClusterSpec.model_validate(
         {"nodes": [{"count": 1, "devices": 2, "class": "A100-80G"}, {"count": 1, "devices": 1, "class": "V100-32G"}]}
     )
@@ -91,13 +91,13 @@ def test_variables_of_a_run_are_passed_on() -> None:
 
 
 def test_options_of_other_launchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hosts_of("ray", Hosts(), {}) == Hosts()
+    assert Hosts().of_launcher("ray", {}) == Hosts()
     with pytest.raises(UserError, match="--nnodes: with --launcher ray the nodes are those of cluster.nodes"):
-        hosts_of("ray", Hosts(2, 0, "a:1"), {})
+        Hosts(2, 0, "a:1").of_launcher("ray", {})
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="--launcher ray: another launcher started this process as a rank"):
-        hosts_of("ray", Hosts(), {})
+        Hosts().of_launcher("ray", {})
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

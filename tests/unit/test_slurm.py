@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from flexrlhf.cli.app import app
 from flexrlhf.cli.slurm import node_groups, slurm_script
 from flexrlhf.errors import UserError
-from flexrlhf.placement.hosts import Hosts, check_srun, first_host, hosts_of, slurm_hosts
+from flexrlhf.placement.hosts import Hosts, first_host, slurm_hosts
 
 STEP = {
     "SLURM_STEP_ID": "0",
@@ -78,26 +78,28 @@ def test_a_task_that_cannot_be_one(environment: dict[str, str], sentence: str) -
 
 def test_the_environment_chooses_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Hosts(2, 1, "a:1")
-    assert hosts_of("auto", Hosts(), STEP) == slurm_hosts(STEP)
-    assert hosts_of("auto", given, STEP) == hosts_of("local", given, STEP) == given
+    assert Hosts().of_launcher("auto", STEP) == slurm_hosts(STEP)
+    assert given.of_launcher("auto", STEP) == given.of_launcher("local", STEP) == given
     alone = {**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
-    assert hosts_of("auto", Hosts(), alone | {"PMI_SIZE": "1"}) == Hosts()
+    assert Hosts().of_launcher("auto", alone | {"PMI_SIZE": "1"}) == Hosts()
     many = alone | {"SLURM_STEP_NUM_TASKS": "2"}
-    assert hosts_of("local", Hosts(), many | {"PMI_SIZE": "2"}) == Hosts() and hosts_of("auto", given, many) == given
+    assert (
+        Hosts().of_launcher("local", many | {"PMI_SIZE": "2"}) == Hosts() and given.of_launcher("auto", many) == given
+    )
     # srun sets the variables of PMI
-    assert hosts_of("auto", Hosts(), STEP | {"PMI_SIZE": "3"}) == slurm_hosts(STEP)
+    assert Hosts().of_launcher("auto", STEP | {"PMI_SIZE": "3"}) == slurm_hosts(STEP)
     for found in ({"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}):
         with pytest.raises(UserError, match="(each of these processes would start all ranks|without MASTER_ADDR)"):
-            hosts_of("auto", Hosts(), found)
+            Hosts().of_launcher("auto", found)
     with pytest.raises(UserError, match="^srun: 2 tasks on 1 nodes"):
-        hosts_of("auto", Hosts(), many)
+        Hosts().of_launcher("auto", many)
     with pytest.raises(UserError, match="--launcher torchrun: RANK and WORLD_SIZE"):
-        hosts_of("torchrun", Hosts(), {})
+        Hosts().of_launcher("torchrun", {})
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}.items():
         monkeypatch.setenv(name, value)
-    assert hosts_of("auto", Hosts(), STEP) == hosts_of("torchrun", Hosts(), {}) == Hosts()
+    assert Hosts().of_launcher("auto", STEP) == Hosts().of_launcher("torchrun", {}) == Hosts()
     with pytest.raises(UserError, match="--launcher local: another launcher"):
-        hosts_of("local", Hosts(), {})
+        Hosts().of_launcher("local", {})
 
 
 def test_nodes_of_a_job_that_srun_does_not_start_are_named() -> None:
@@ -106,12 +108,12 @@ def test_nodes_of_a_job_that_srun_does_not_start_are_named() -> None:
     job = {"SLURM_JOB_ID": "5", "SLURM_NNODES": "2"}
     unequal = {"SLURM_JOB_ID": "5", "SLURM_HET_SIZE": "2", "SLURM_JOB_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
     idle = "SLURM: the job has 2 nodes, of which this run uses one; start it with srun --ntasks-per-node=1 for more"
-    assert check_srun("auto", Hosts(), one, job) == idle
-    assert check_srun("auto", Hosts(), one, unequal) == check_srun("auto", Hosts(), two, {}) == ""
-    assert check_srun("ray", Hosts(), two, job) == check_srun("auto", Hosts(2, 0, "a:1"), two, job) == ""
+    assert Hosts().check_srun("auto", one, job) == idle
+    assert Hosts().check_srun("auto", one, unequal) == Hosts().check_srun("auto", two, {}) == ""
+    assert Hosts().check_srun("ray", two, job) == Hosts(2, 0, "a:1").check_srun("auto", two, job) == ""
     for environment in (job, unequal):
         with pytest.raises(UserError, match="^SLURM: the job has 2 nodes and cluster.nodes 2, but this process would"):
-            check_srun("auto", Hosts(), two, environment)
+            Hosts().check_srun("auto", two, environment)
 
 
 def test_a_script_has_the_nodes_of_the_plan(tmp_path: Path) -> None:

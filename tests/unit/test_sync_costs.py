@@ -14,7 +14,7 @@ from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Links
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights, sync_traffic
 from flexrlhf.guideline.simulation.pricing import side_of
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import relation_of
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import part_elements, trained_parts
@@ -73,7 +73,7 @@ def seconds(links: Links, senders: int = 8, several_nodes: bool = True) -> float
     return ModelLink(side, side, "disjoint", links, several_nodes).sync_cost(COSTS, weights).seconds
 
 
-@pytest.mark.parametrize("device", DEVICE_CLASSES.values(), ids=lambda device: device.name)
+@pytest.mark.parametrize("device", DeviceClass.KNOWN.values(), ids=lambda device: device.name)
 def test_a_faster_path_is_never_slower(device: Any) -> None:
     links = Links(device.link_gb_s, device.node_gb_s)
     within, across = seconds(links, several_nodes=False), seconds(links)
@@ -87,7 +87,7 @@ def test_a_faster_path_is_never_slower(device: Any) -> None:
 @pytest.mark.parametrize(("gigabytes", "measured"), [(671, 11.33), (1000, 16.04)], ids=["DeepSeek-V3.1", "Kimi-K2"])
 def test_published_updates_through_all_ports(gigabytes: int, measured: float) -> None:
     """MoonshotAI's checkpoint-engine (README): 8-bit weights, all of them to each node of 256 H20."""
-    device = DEVICE_CLASSES["H20-96G"]
+    device = DeviceClass.KNOWN["H20-96G"]
     side = MeshSide(256, 8, 32, tp=8)
     link = ModelLink(side, side, "disjoint", Links(device.link_gb_s, device.node_gb_s), True)
     weights = SyncWeights(gigabytes * 10**9 // 8, 0, 100, 300)

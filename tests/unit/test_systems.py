@@ -27,9 +27,9 @@ from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, Sys
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
 from flexrlhf.guideline.costs.links import ACROSS
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 
-A100 = DEVICE_CLASSES["A100-80G"]
+A100 = DeviceClass.KNOWN["A100-80G"]
 LINKS = Links(A100.link_gb_s, 100.0)
 # LLaMA (Touvron et al. 2023, table 2): layers, hidden, ffn, heads
 LLAMA = {7: (32, 4096, 11008, 32), 13: (40, 5120, 13824, 40), 33: (60, 6656, 17920, 52), 65: (80, 8192, 22016, 64)}

@@ -13,7 +13,7 @@ from flexrlhf.guideline.costs import training
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.kernels import LAUNCH_SECONDS, attention_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import all_reduce_seconds, gather_seconds, travel_seconds
-from flexrlhf.placement.devices import DEVICE_CLASSES
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.weights.decoder_sizes import ExpertSizes
 
 ENGINES = sorted(PROFILES.keys() - {"serving", "lmdeploy"})
@@ -69,7 +69,7 @@ def _call(chance: random.Random) -> Call:
 
 
 def _mesh(chance: random.Random) -> Mesh:
-    device = DEVICE_CLASSES[chance.choice(sorted(DEVICE_CLASSES))]
+    device = DeviceClass.KNOWN[chance.choice(sorted(DeviceClass.KNOWN))]
     tp, pp, dp = chance.choice([1, 2, 8]), chance.choice([1, 1, 2, 4]), chance.choice([1, 2, 16])
     return Mesh(
         device=device,
@@ -244,7 +244,7 @@ def test_products_of_experts_are_one_kernel_or_a_loop_by_device_class():
 
     def products(device: str, item: int, engine: str = "torch", of: Transformer = model, ep: int = 1) -> float:
         shape = training.PassShape(1, 512, 0, item, ep=ep)
-        return training.layer_forward(of, DEVICE_CLASSES[device], PROFILES[engine], shape, 1).products
+        return training.layer_forward(of, DeviceClass.KNOWN[device], PROFILES[engine], shape, 1).products
 
     dense = replace(model, experts=None)
     cases = (("A100-80G", 2, True), ("H100-80G", 2, False), ("B200-180G", 2, False), ("H100-80G", 4, True))
@@ -266,7 +266,7 @@ def test_no_rows_are_no_compute():
 def test_product_never_falls_in_any_size():
     chance = random.Random(14)
     for _ in range(1000):
-        device = DEVICE_CLASSES[chance.choice(sorted(DEVICE_CLASSES))]
+        device = DeviceClass.KNOWN[chance.choice(sorted(DeviceClass.KNOWN))]
         sizes = [chance.randint(1, 20000) for _ in range(3)]
         time = matmul_seconds(*sizes, device)
         for i in range(3):
@@ -277,7 +277,7 @@ def test_product_never_falls_in_any_size():
 def test_product_is_no_faster_than_the_roofline():
     chance = random.Random(15)
     for _ in range(1000):
-        device = DEVICE_CLASSES[chance.choice(sorted(DEVICE_CLASSES))]
+        device = DeviceClass.KNOWN[chance.choice(sorted(DeviceClass.KNOWN))]
         m, k, n = (chance.randint(1, 20000) for _ in range(3))
         flops, traffic = (
             2 * m * k * n / (device.tflops * 1e12),
@@ -287,7 +287,7 @@ def test_product_is_no_faster_than_the_roofline():
 
 
 def test_attention_grows_with_the_square_of_the_width():
-    device = DEVICE_CLASSES["A100-80G"]
+    device = DeviceClass.KNOWN["A100-80G"]
     short, long = (attention_seconds(1, width, 4096, device) for width in (8192, 16384))
     assert 3.9 < long / short < 4
 

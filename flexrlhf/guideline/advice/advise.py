@@ -53,7 +53,7 @@ from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for
-from flexrlhf.placement.cluster import has_known_gpus, make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.strategies.syncs import syncs_overlap
 
 CHUNKED = 3
@@ -318,7 +318,7 @@ def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Iterator[Spec]:
     opened: dict[str, dict[str, object]] = {
         role: {"engine": offloading_engine()} for role in trained if "engine" not in written[role]
     }
-    if not opened or not has_known_gpus(spec.cluster, make_cluster(spec.cluster)):
+    if not opened or not Cluster.of(spec.cluster).has_known_gpus(spec.cluster):
         return
     on_host = {role: {**change, **ON_HOST} for role, change in opened.items() if not ON_HOST.keys() & written[role]}
     for changes in (opened, {**opened, **on_host}) if on_host else (opened,):

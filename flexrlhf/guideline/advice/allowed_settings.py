@@ -14,7 +14,7 @@ from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.tried_settings import TriedSettings
 from flexrlhf.guideline.advice.uniform_mesh import UniformMesh, layout_on_first, on_mesh, with_settings
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.place import Degrees, check_degrees
+from flexrlhf.placement.place import Degrees
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.rollout import rollout_settings
 from flexrlhf.plan.model_checks import check_placed_model
@@ -77,7 +77,7 @@ class AllowedSettings:
         def made() -> tuple[Layout | None]:
             layout = layout_on_first(mesh.size, tp, pp, cp, ep)
             try:
-                check_degrees("", "", layout.ranks, degrees, mesh.cluster)
+                degrees.check("", "", layout.ranks, mesh.cluster)
             except UserError:
                 return (None,)
             return (layout,)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.placement.cluster import has_known_gpus, make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.hosts import Hosts, is_on_cpu
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.changes import OF_MODELS
@@ -57,7 +57,7 @@ def planned(specs: Sequence[Spec]) -> list[tuple[Plan, str]]:
 def _with_placement(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> tuple[Spec, str]:
     """Return ``spec`` with the placement to use, and a text on it; as it is, without a text, if its own is used."""
     is_open = "placement" not in spec.model_fields_set
-    has_gpus = has_known_gpus(spec.cluster, make_cluster(spec.cluster))
+    has_gpus = Cluster.of(spec.cluster).has_known_gpus(spec.cluster)
     if spec.placement != "auto" and not (is_open and (has_gpus or _is_on_cpu(spec))):
         return spec, ""
     # what follows loads numpy and the tables of costs, which most commands do without
@@ -77,7 +77,7 @@ def _with_placement(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str
 def _is_on_cpu(spec: Spec) -> bool:
     """Whether several models share several CPU ranks of one machine, in an engine and with settings that are
     measured."""
-    cluster, models = make_cluster(spec.cluster), [model for _, model in spec.models if model is not None]
+    cluster, models = Cluster.of(spec.cluster), [model for _, model in spec.models if model is not None]
     plain = ModelSpec()
     measured = (plain.engine, plain.tp, plain.pp, plain.cp, plain.ep, plain.zero)
     is_plain = [(each.engine, each.tp, each.pp, each.cp, each.ep, each.zero) == measured for each in models]

@@ -24,7 +24,7 @@ from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
 from flexrlhf.memory.transfer_bytes import UNDER_WAY, saved_model, saving_parts, sync_parts
 from flexrlhf.operators.graph import OperatorKind
-from flexrlhf.placement.cluster import Cluster, make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import own_adapters
@@ -217,7 +217,7 @@ class FigureMaker:
 
     @cached_property
     def _cluster(self) -> Cluster:
-        return make_cluster(self.spec.cluster)
+        return Cluster.of(self.spec.cluster)
 
     @cached_property
     def most_memory(self) -> float:

@@ -16,7 +16,6 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.search.problem import UNLIMITED
 from flexrlhf.guideline.simulation.simulate import Simulation
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
@@ -235,7 +234,7 @@ def _replicas_stay_in_nodes(item: JudgedPlan) -> Judgement:
         if widest > 1:
             return False, f"a replica of {model.name} spans {widest} nodes"
         nodes = len({item.cluster.node_of(rank) for rank in model.ranks})
-        if model.name in generating and model.split != "whole" and nodes > 1 and not is_sharded_in_nodes(model):
+        if model.name in generating and model.split != "whole" and nodes > 1 and not model.is_sharded_in_nodes:
             return False, f"{model.name} gathers its weights over {nodes} nodes at every token"
     degrees = [(model.layout.tp, model.name) for model in plan.placement.models]
     widest, name = max(degrees)

@@ -49,7 +49,6 @@ from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.per_operator import needs_trained
 from flexrlhf.placement.placed import ROLLOUT, SHADOW, ModelName, PlacedModel, Placement
 from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.placement.routes import Relation
@@ -88,7 +87,7 @@ class OperatorSketch(Sketch):
     def is_kept(self, part: str) -> bool:
         """Whether a part is computed by a shadow."""
         operator = self.operators[part]
-        return self.has_shadows and operator.role in self.roles.trained and not needs_trained(operator, self.roles)
+        return self.has_shadows and operator.role in self.roles.trained and not self.roles.needs_trained(operator)
 
     def must_be_disjoint(self, first: ModelName, second: ModelName) -> bool:
         """Whether two models must not share a device: with shadows, one that computes with trained weights and one for
@@ -96,7 +95,7 @@ class OperatorSketch(Sketch):
         return self.has_shadows and self._is_late(first) != self._is_late(second)
 
     def _is_late(self, model: ModelName) -> bool:
-        return needs_trained(self.operators[self.part_of(model)], self.roles)
+        return self.roles.needs_trained(self.operators[self.part_of(model)])
 
     @cached_property
     def placement(self) -> Placement:

@@ -15,7 +15,7 @@ from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, Option, SearchProblem, device_bytes
-from flexrlhf.placement.cluster import make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.place import place
 from flexrlhf.placement.placed import ModelName
 
@@ -59,7 +59,7 @@ def usable_cluster(cluster: ClusterSpec, share: float, communicators: int) -> Cl
     nodes = []
     for node in cluster.nodes:
         alone = cluster.model_copy(update={"nodes": (node.model_copy(update={"count": 1}),)})
-        size = make_cluster(alone).memory_bytes(0, communicators)
+        size = Cluster.of(alone).memory_bytes(0, communicators)
         nodes.append(node.model_copy(update={"memory_gb": size and round(share * size / 1e9, 3)}))
     return cluster.model_copy(update={"nodes": tuple(nodes)})
 

@@ -16,7 +16,7 @@ from flexrlhf.guideline.advice.candidates import FeasibleCandidate, Method
 from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.simulation.measured_run import MeasuredRun
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
-from flexrlhf.placement.cluster import has_known_gpus, make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.plan.changes import OF_MODELS, SettingChange, changed_spec
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted, ranks_text
@@ -118,7 +118,7 @@ def reopened(spec: Spec, written: Spec | None = None) -> Spec:
 
 
 def _openings(spec: Spec, written: Spec | None) -> Iterator[SettingChange]:
-    is_open = has_known_gpus(spec.cluster, make_cluster(spec.cluster))
+    is_open = Cluster.of(spec.cluster).has_known_gpus(spec.cluster)
     yield SettingChange("placement", None)
     # values that no YAML has stay, too
     yield from (SettingChange("schedule.lag", spec.schedule.lag), SettingChange("rollout.engine", spec.rollout.engine))

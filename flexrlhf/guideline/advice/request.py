@@ -18,7 +18,7 @@ from flexrlhf.config.spec_file import apply_override, load_spec, parse_spec
 from flexrlhf.config.user_paths import instead_of, is_yaml
 from flexrlhf.config.yaml_io import explain, read_yaml
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.placement.devices import DEVICE_CLASSES, GPUS_PER_NODE, DeviceClass
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.weights.shapes import read_config
 
@@ -132,7 +132,9 @@ class AdviceRequest:
 
 def _classes(spec: Spec) -> list[DeviceClass]:
     """Return the classes of the devices of ``spec`` that have figures."""
-    return [DEVICE_CLASSES[node.device_class] for node in spec.cluster.nodes if node.device_class in DEVICE_CLASSES]
+    return [
+        DeviceClass.KNOWN[node.device_class] for node in spec.cluster.nodes if node.device_class in DeviceClass.KNOWN
+    ]
 
 
 SETTINGS = {
@@ -232,15 +234,15 @@ def _option(name: str) -> str:
 def nodes_of_eight(gpus: int, gpu_type: str) -> tuple[dict[str, Any], ...]:
     """Nodes of eight with ``gpus`` devices of one class. Raises UserError for an unknown class or an uneven number."""
     device_class = find_class(gpu_type, "--gpu-type")
-    if gpus <= GPUS_PER_NODE:
+    if gpus <= DeviceClass.PER_NODE:
         return ({"count": 1, "devices": gpus, "class": device_class},)
-    if gpus % GPUS_PER_NODE:
-        low = gpus // GPUS_PER_NODE * GPUS_PER_NODE
+    if gpus % DeviceClass.PER_NODE:
+        low = gpus // DeviceClass.PER_NODE * DeviceClass.PER_NODE
         raise UserError(
-            f"--gpus {gpus}: nodes have {GPUS_PER_NODE} devices; use {low} or {low + GPUS_PER_NODE}, or describe the "
-            f"nodes in a file for --cluster"
+            f"--gpus {gpus}: nodes have {DeviceClass.PER_NODE} devices; use {low} or {low + DeviceClass.PER_NODE}, or "
+            f"describe the nodes in a file for --cluster"
         )
-    return ({"count": gpus // GPUS_PER_NODE, "devices": GPUS_PER_NODE, "class": device_class},)
+    return ({"count": gpus // DeviceClass.PER_NODE, "devices": DeviceClass.PER_NODE, "class": device_class},)
 
 
 def find_class(text: str, where: str) -> str:
@@ -248,14 +250,14 @@ def find_class(text: str, where: str) -> str:
 
     Raises UserError if there is none, or several.
     """
-    lowered = {name.lower(): name for name in DEVICE_CLASSES}
+    lowered = {name.lower(): name for name in DeviceClass.KNOWN}
     if text.lower() in lowered:
         return lowered[text.lower()]
     starts = [name for key, name in lowered.items() if key.startswith(text.lower())]
     if len(starts) == 1:
         return starts[0]
-    hint = f" (it may be {' or '.join(starts)})" if starts else nearest(text, DEVICE_CLASSES)
-    raise UserError(f"{where} {text}: no such device class{hint}; known: {', '.join(DEVICE_CLASSES)}")
+    hint = f" (it may be {' or '.join(starts)})" if starts else nearest(text, DeviceClass.KNOWN)
+    raise UserError(f"{where} {text}: no such device class{hint}; known: {', '.join(DeviceClass.KNOWN)}")
 
 
 def read_nodes(path: Path) -> tuple[dict[str, Any], ...]:
@@ -285,5 +287,5 @@ def _node(node: dict[str, Any], path: Path, known: set[str]) -> dict[str, Any]:
         if key not in known:
             raise UserError(f"--cluster {path}: unknown key {key!r}{nearest(str(key), known)}")
     if "class" not in node:
-        raise UserError(f"--cluster {path}: a node has no class; known: {', '.join(DEVICE_CLASSES)}")
+        raise UserError(f"--cluster {path}: a node has no class; known: {', '.join(DeviceClass.KNOWN)}")
     return {**node, "class": find_class(str(node["class"]), f"--cluster {path}: class")}

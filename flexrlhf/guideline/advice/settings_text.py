@@ -11,7 +11,6 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import ratios_of
 from flexrlhf.memory.states import kv_cache_bytes
-from flexrlhf.placement.groups import is_sharded_in_nodes
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.placement_text import zero_text
 from flexrlhf.strategies.instructions import Offload, Run
@@ -37,7 +36,8 @@ def settings_table(item: FeasibleCandidate) -> list[str]:
     for model in models:
         alike.setdefault(_settings_of(model, item, degrees[:-1]), []).append(model.name)
     rows = [head, *((", ".join(names), *cells) for cells, names in alike.items())]
-    legend = ["zero in each node: a node's devices have all shards"] if any(map(is_sharded_in_nodes, models)) else []
+    in_nodes = any(each.is_sharded_in_nodes for each in models)
+    legend = ["zero in each node: a node's devices have all shards"] if in_nodes else []
     lines = table(rows, f"<<{'>' * len(degrees)}>><")
     return [*lines, *legend, _schedule(item), *_generators(item), *_in_host_memory(item)]
 

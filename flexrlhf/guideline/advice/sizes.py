@@ -19,8 +19,8 @@ from flexrlhf.guideline.advice.refusal import last_resort
 from flexrlhf.guideline.advice.request import AdviceOptions, find_class
 from flexrlhf.guideline.advice.space import Space, make_space
 from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
-from flexrlhf.placement.cluster import make_cluster
-from flexrlhf.placement.devices import GPUS_PER_NODE
+from flexrlhf.placement.cluster import Cluster
+from flexrlhf.placement.devices import DeviceClass
 
 CLASSES = ("RTX4090-24G", "L40S-48G", "A100-80G", "H100-80G")
 """Device classes of a table, where none is named."""
@@ -140,7 +140,7 @@ class SizeTable:
     @property
     def device_classes(self) -> list[str]:
         """Classes of the devices of all cells."""
-        clusters = (make_cluster(self._spec(each).cluster) for each in self.cells)
+        clusters = (Cluster.of(self._spec(each).cluster) for each in self.cells)
         return [*dict.fromkeys(name for cluster in clusters for name in cluster.classes)]
 
     def size(self, options: AdviceOptions) -> Size:
@@ -219,13 +219,13 @@ def least_count(fits: Callable[[int], bool]) -> int | None:
     """Return the fewest devices that fit: 1, 2, 4 or whole nodes; None if ``MOST_DEVICES`` do not. More devices than
     some that fit count as fitting, too."""
     enough = next(filter(fits, _doubled()), None)
-    if enough is None or enough <= 2 * GPUS_PER_NODE:
+    if enough is None or enough <= 2 * DeviceClass.PER_NODE:
         return enough
-    low, high = enough // 2 // GPUS_PER_NODE, enough // GPUS_PER_NODE
+    low, high = enough // 2 // DeviceClass.PER_NODE, enough // DeviceClass.PER_NODE
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle * GPUS_PER_NODE) else (middle, high)
-    return high * GPUS_PER_NODE
+        low, high = (low, middle) if fits(middle * DeviceClass.PER_NODE) else (middle, high)
+    return high * DeviceClass.PER_NODE
 
 
 def _doubled() -> Iterator[int]:

@@ -9,7 +9,7 @@ from flexrlhf.config.model_names import KNOWN_FAMILIES
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, either
-from flexrlhf.placement.cluster import Cluster, all_compute_in_bfloat16
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.ratios import Roles
@@ -20,7 +20,7 @@ from flexrlhf.weights.shapes import ModelShape
 def with_types_of_stages(written: Spec, spec: Spec, cluster: Cluster) -> Spec:
     """Return ``spec`` with models in bfloat16 where their type and ZeRO stage are open and their engine trains 16 bits
     from a later stage than 0 on, which is then chosen."""
-    if not all_compute_in_bfloat16(spec.cluster, cluster):
+    if not cluster.all_compute_in_bfloat16(spec.cluster):
         return spec
     changed = {}
     for role, model in spec.models:

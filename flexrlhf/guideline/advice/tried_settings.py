@@ -15,7 +15,6 @@ from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.uniform_mesh import UniformMesh
 from flexrlhf.guideline.simulation.calls import row_patterns
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.place import on_devices
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import padded_row, rollout_settings
 from flexrlhf.plan.changes import LONG_ROW
@@ -63,7 +62,7 @@ class TriedSettings:
         """Return the settings of the model's role on the devices of ``mesh``."""
         base = self.spec.models.of(model.role)
         assert base is not None, f"{model.role} is resolved"
-        return on_devices(base, base.fallback_dtype, (0,), mesh.cluster)
+        return mesh.cluster.settings_on(base, base.fallback_dtype, (0,))
 
     def degrees(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int, int, int]]:
         """(tp, pp, cp, ep) that are tried, of those that divide the devices of the mesh: ``_is_allowed`` refuses what

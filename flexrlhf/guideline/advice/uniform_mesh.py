@@ -10,10 +10,9 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.costs.cost_model import Links
-from flexrlhf.placement.cluster import Cluster, Device
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.place import sharded_as_set
 from flexrlhf.placement.placed import PlacedModel
 
 
@@ -37,8 +36,8 @@ class UniformMesh:
 
 @lru_cache(maxsize=1024)
 def _cluster(size: int, per_node: int, device_class: str) -> Cluster:
-    """Cluster of ``size`` devices of one class."""
-    return Cluster(tuple(Device(rank, rank // per_node, device_class) for rank in range(size)))
+    """Return such a cluster from a cache: searches try few meshes, many times."""
+    return Cluster.of_equal_nodes(size, per_node, device_class)
 
 
 @lru_cache(maxsize=1024)
@@ -57,7 +56,7 @@ def on_mesh(
 ) -> PlacedModel:
     """Place ``model`` on ``mesh``. Raises UserError if its state cannot be sharded as set."""
     placed = PlacedModel(model.name, layout, model.trained, settings, rollout, model.head)
-    return placed if rollout is not None else sharded_as_set(placed, mesh.cluster)
+    return placed if rollout is not None else placed.sharded_on(mesh.cluster)
 
 
 def with_settings(placed: PlacedModel, change: Mapping[str, object]) -> PlacedModel:

@@ -10,11 +10,14 @@ from typing import Literal, Protocol
 from flexrlhf.config.model_settings import Head
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.operators.graph import CallKind
-from flexrlhf.placement.devices import GPUS_PER_NODE, PORT_GB_S, DeviceClass
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.routes import Primitive
 from flexrlhf.weights.decoder_sizes import DecoderSizes
 from flexrlhf.weights.model_files import LANGUAGE_HEAD
 from flexrlhf.weights.shapes import ModelShape, count_elements
+
+PORT_GB_S = 12.5
+"""Least speed of a port of a node with several: 100 Gb/s. A slower network is one port."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class Links:
 
     def of_ports(self, ranks: int) -> Links:
         """Return the links if only ``ranks`` of a node send or receive, each through a port of the node's network."""
-        port = max(self.node_gb_s / GPUS_PER_NODE, PORT_GB_S)
+        port = max(self.node_gb_s / DeviceClass.PER_NODE, PORT_GB_S)
         return replace(self, node_gb_s=min(self.node_gb_s, ranks * port))
 
 

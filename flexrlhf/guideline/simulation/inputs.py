@@ -24,7 +24,7 @@ from flexrlhf.guideline.costs.profiles import (
     StepPart,
     accuracy_by_figures,
 )
-from flexrlhf.placement.cluster import ANY_CLASS, Cluster, make_cluster
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.hosts import is_on_cpu
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -120,14 +120,14 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
 
     Raises UserError where there is none of them.
     """
-    cluster, default = make_cluster(spec.cluster), Path(spec.runs) / PROFILE
+    cluster, default = Cluster.of(spec.cluster), Path(spec.runs) / PROFILE
     if profile is None:
         try:
             check_figures(cluster, spec.cluster.device, default)
         except UserError:
             if default.is_file():
                 profile = default
-            elif spec.cluster.device == "cpu" or (is_on_cpu(spec.cluster) and cluster.classes == (ANY_CLASS,)):
+            elif spec.cluster.device == "cpu" or (is_on_cpu(spec.cluster) and cluster.classes == (Cluster.ANY_CLASS,)):
                 return ordinary_cpu(spec)
             else:
                 raise
@@ -163,7 +163,7 @@ def _without_figures(what: str, profile: object) -> str:
 
 def ordinary_cpu(spec: Spec) -> CostSource:
     """Return the costs of CPU ranks by measurements of another machine: which of two placements is the faster."""
-    ranks, name = len(make_cluster(spec.cluster).devices), "measurements of an ordinary CPU"
+    ranks, name = len(Cluster.of(spec.cluster).devices), "measurements of an ordinary CPU"
     found = _by_measurements(ORDINARY_CPU, ranks, name)
     return replace(found, accuracy=found.accuracy.elsewhere)
 

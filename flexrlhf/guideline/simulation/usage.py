@@ -15,7 +15,6 @@ from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.pricing import attempt_shape
 from flexrlhf.guideline.simulation.simulate import PARTS, Simulation
 from flexrlhf.operators.graph import CallKind
-from flexrlhf.placement.cluster import has_known_gpus
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 
@@ -116,7 +115,7 @@ class RunUsage:
 def usage_of(simulation: Simulation, prices: Prices | None = None) -> RunUsage:
     """Return the speed and cost of the simulated run."""
     plan, lengths = simulation.plan, simulation.lengths
-    parts, has_gpus = _work(simulation), has_known_gpus(plan.spec.cluster, plan.cluster)
+    parts, has_gpus = _work(simulation), plan.cluster.has_known_gpus(plan.spec.cluster)
     return RunUsage(
         seconds=simulation.seconds,
         steps=plan.spec.steps,
@@ -133,7 +132,7 @@ def usage_of(simulation: Simulation, prices: Prices | None = None) -> RunUsage:
 
 def _peak(plan: Plan, ranks: Sequence[int]) -> float | None:
     """Return the dense 16-bit peak of ``ranks`` together, in FLOP/s; None if that of any is unknown."""
-    figures = [plan.cluster.figures(rank) for rank in ranks if has_known_gpus(plan.spec.cluster, plan.cluster)]
+    figures = [plan.cluster.figures(rank) for rank in ranks if plan.cluster.has_known_gpus(plan.spec.cluster)]
     return 1e12 * sum(each.tflops for each in figures if each is not None) or None
 
 

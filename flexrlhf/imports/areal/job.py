@@ -31,7 +31,7 @@ from flexrlhf.imports.run_parts import put_checkpoints, put_evaluation, put_leng
 from flexrlhf.imports.score_parts import put_scored_by_code
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
-from flexrlhf.placement.devices import GPUS_PER_NODE
+from flexrlhf.placement.devices import DeviceClass
 
 DEFAULTS: dict[str, Any] = {
     "gconfig.n_samples": 1,
@@ -123,7 +123,7 @@ def translate(out: Translation, job: JobSettings) -> None:
     if (allocation := job.get("allocation_mode")) is not None:
         first, *_, last = str(allocation.value).split("+") * 2
         generator, trainer = Setting(allocation.key, first), Setting(allocation.key, last)
-    training = read_backend(str(trainer.value) if trainer else f"fsdp:d{GPUS_PER_NODE}")
+    training = read_backend(str(trainer.value) if trainer else f"fsdp:d{DeviceClass.PER_NODE}")
     generating = read_backend(str(generator.value)) if generator is not None and generates else None
     _devices(out, job, training, generating, trainer, generator)
     _engine(out, job, role, training, trainer)
@@ -184,7 +184,7 @@ def _devices(
         why = f"{sum(sizes)} devices of both are more than {count * devices}: every model on all of them"
         out.put("placement", None, why)
         return
-    numbers = [1 if sum(sizes) <= GPUS_PER_NODE else max(1, size // devices) for size in sizes]
+    numbers = [1 if sum(sizes) <= DeviceClass.PER_NODE else max(1, size // devices) for size in sizes]
     first, second = ((number, size // number) for number, size in zip(numbers, sizes, strict=True))
     put_apart(out, first, second, *sources)
     if lag is not None:
