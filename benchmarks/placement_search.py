@@ -19,6 +19,7 @@ from time import perf_counter
 from benchmarks.fast_walk import overlaps_of, play
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic, Transformer
+from flexrlhf.guideline.costs.relations import Relation, mesh_relation
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.link_table import LinkTable
 from flexrlhf.guideline.search.part_table import PartTable
@@ -37,7 +38,6 @@ from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.search.tables import Tables, tables_of
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.routes import Relation, mesh_relation
 
 DEVICE = DeviceClass.KNOWN["A100-80G"]
 LINKS = Links(DEVICE.link_gb_s, DEVICE.node_gb_s)

@@ -14,6 +14,7 @@ from functools import partial
 from benchmarks.systems.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
 from flexrlhf.guideline.costs.cost_model import Call, CostModel, Links, Mesh, Transformer
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
+from flexrlhf.guideline.costs.relations import Relation
 from flexrlhf.guideline.search.problem import (
     DevicePool,
     LinkEnd,
@@ -27,7 +28,6 @@ from flexrlhf.guideline.search.problem import (
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.routes import Relation
 
 BUCKET_BYTES = 16e6
 

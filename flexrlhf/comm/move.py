@@ -19,7 +19,7 @@ from flexrlhf.comm.rows import DTYPES, RowStore
 from flexrlhf.comm.world import Wait, Waitable
 from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.routes import Transfer
+from flexrlhf.placement.transfer import Transfer
 from flexrlhf.strategies.instructions import Move
 
 

@@ -15,7 +15,7 @@ from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, check_positive
 from flexrlhf.config.engines import all_engines, facts_of
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.config.model_settings import Dtype, ModelSpec, ModelsSpec
+from flexrlhf.config.model_settings import Dtype, LoraSpec, ModelSpec, ModelsSpec
 from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, GuardsSpec, LoggerSpec, SamplesSpec, SaveSpec
 from flexrlhf.config.placement_settings import ClusterSpec, OperatorPlacement, PlacementMap
 from flexrlhf.config.presets.filling import filled_models
@@ -115,6 +115,9 @@ class RolloutSpec(StrictModel):
     vllm: in its own memory; torch: on the ranks of the trained actor, in a layout of its own (a hybrid engine).
     """
 
+    OFFLOADS_GRAPHS: ClassVar = "sleep_mode_offload_cudagraph"
+    """Argument of vLLM by which its CUDA graphs leave the device, too, while it sleeps. By itself it keeps them there.
+    """
     OF_ALL: ClassVar[tuple[str, ...]] = (
         *("engine", "logprobs", "segment_tokens", "max_segments", "groups", "special_tokens"),
     )
@@ -242,6 +245,17 @@ class RolloutSpec(StrictModel):
         has = {"auto": tuple(fields), "transformers": ("parity",)}
         allowed = (*self.OF_ALL, *has.get(engine, facts_of(engine).rollout_settings))
         return [name for name in fields if name not in allowed and getattr(self, name) != getattr(plain, name)]
+
+    def own_adapters(self, model: ModelSpec) -> LoraSpec | None:
+        """Return the adapters that the engine stores next to the weights of ``model``; None: none, or it merges
+        them."""
+        return model.lora if self.adapters == "separate" else None
+
+    @property
+    def offloads_graphs(self) -> bool:
+        """Whether CUDA graphs of vLLM are in host memory while it sleeps, unless ``config`` has it otherwise."""
+        is_asleep = self.sleep and self.process == "inline"
+        return is_asleep and self.cuda_graphs and bool(self.config.get(self.OFFLOADS_GRAPHS, True))
 
 
 MAX_DEVICES = 16384
@@ -492,3 +506,10 @@ class Spec(StrictModel):
     def with_device(self, device: str) -> Spec:
         """Return the spec with ``cluster.device`` set to cpu or cuda, for ranks that must not choose by themselves."""
         return self.model_copy(update={"cluster": self.cluster.model_copy(update={"device": device})})
+
+    @property
+    def padded_row(self) -> int:
+        """Tokens of the longest prompt and response, in whole blocks of an engine's own cache."""
+        width = self.data.max_prompt_tokens + self.data.max_response_tokens
+        block = facts_of(self.rollout.engine).cache_block
+        return -(-width // block) * block if block else width

@@ -17,7 +17,7 @@ from flexrlhf.measure.model_calls import ProfileContext
 from flexrlhf.measure.stopwatch import TimedCall
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.placement.routes import Transfer
+from flexrlhf.placement.transfer import Transfer
 from flexrlhf.runs.model_directory import save_model
 from flexrlhf.strategies.instructions import Move
 from flexrlhf.trainer.loaded_models import LoadedModel

@@ -35,8 +35,9 @@ from flexrlhf.memory.transfer_bytes import (
     writing_bytes,
 )
 from flexrlhf.operators.graph import CallKind
-from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
-from flexrlhf.placement.rollout import most_rows_at_once, most_step_tokens
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placement import Placement
+from flexrlhf.placement.rollout import PagedCache
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.reuse import Reuse, bytes_of, obstacle, reuse_on
 from flexrlhf.weights.shapes import ModelShape
@@ -147,7 +148,7 @@ class SequenceLengths:
         """Return the rows that are decoded together, of ``rows`` in all."""
         tokens = model.settings.generate_tokens
         whole = max(1, tokens // self.width)
-        fitting = most_rows_at_once(tokens, self.prompt, self.response) if model.has_cache else whole
+        fitting = PagedCache(tokens, self.prompt, self.response).most_rows if model.has_cache else whole
         return fitting if rows is None else min(fitting, rows)
 
 
@@ -361,7 +362,7 @@ class Sizing:
                 in_slots = self.slots and decodes_in_slots(settings, shape, texts.width)
                 read = settings.micro_batch_tokens if in_slots else None
                 return blocks.decode_bytes(rows, texts.prompt, texts.response, read, settings.cuda_graphs)
-            most = most_step_tokens(settings.generate_tokens, texts.prompt, texts.response)
+            most = PagedCache(settings.generate_tokens, texts.prompt, texts.response).most_step_tokens
             step = min(most, max(texts.prompt, rows * texts.width))
             # a stage of vLLM keeps a place for hidden states that it receives
             received = {"between stages": blocks.received_bytes(most)} if blocks.stage else {}

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from flexrlhf.memory.states import State
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import offloads_graphs
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.shapes import ModelShape
 
@@ -32,7 +31,7 @@ def on_gpu(state: State, model: PlacedModel, shape: ModelShape, rows: int) -> St
         return state
     graphs = graph_bytes(shape.sizes, model.settings.pp, rows) if rollout.cuda_graphs else 0
     buffers = state.buffers + int(ALL_REDUCE_BYTES) * (model.settings.tp > 1)
-    if offloads_graphs(rollout):
+    if rollout.offloads_graphs:
         return replace(state, buffers=buffers, graphs=graphs)
     return replace(state, buffers=buffers + graphs)
 

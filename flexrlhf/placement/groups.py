@@ -3,16 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
 
-SHARD, COPIES = "shard", "copies"
-"""Purposes of groups inside a data-parallel group: ranks that store different parts, ranks that store the same one."""
-EXPERTS, SAME_EXPERTS = "experts", "same experts"
-"""Purposes of groups of ranks that have different experts of a layer, and of those that have the same."""
-WEIGHTS = "weights"
-"""Purpose of the groups of data-parallel and context-parallel ranks together."""
+
+class GroupPurpose(StrEnum):
+    """Purposes of the groups of an engine's ranks; a group's own is followed by the name of the placed model.
+
+    COMPUTE:                data-parallel ranks.
+    CP, TP, PP:             context-parallel ranks, tensor-parallel ranks, a pipeline.
+    WEIGHTS:                data-parallel and context-parallel ranks together.
+    EXPERTS, SAME_EXPERTS:  ranks that have different experts of a layer, and those that have the same.
+    SHARD, COPIES:          of data-parallel ranks those that store different parts, and those that store the same one.
+    ENDS:                   the first and the last rank of a pipeline.
+    REPLICA, MODEL:         ranks of a replica, and of all replicas.
+    """
+
+    COMPUTE = "compute"
+    CP = "cp"
+    TP = "tp"
+    PP = "pp"
+    WEIGHTS = "weights"
+    EXPERTS = "experts"
+    SAME_EXPERTS = "same experts"
+    SHARD = "shard"
+    COPIES = "copies"
+    ENDS = "ends"
+    REPLICA = "replica"
+    MODEL = "model"
+
+    @classmethod
+    def of_replica(cls, layout: Layout) -> GroupPurpose:
+        """Return the purpose of the group of a replica's ranks."""
+        degrees = {cls.TP: layout.tp, cls.CP: layout.cp, cls.PP: layout.pp}
+        several = [purpose for purpose, degree in degrees.items() if degree > 1] or [cls.TP]
+        return several[0] if len(several) == 1 else cls.REPLICA
+
+    @classmethod
+    def of_all(cls, layout: Layout) -> GroupPurpose:
+        """Return the purpose of the group of all ranks of an engine with pipeline stages."""
+        if layout.dp == 1:
+            return cls.of_replica(layout)
+        return cls.COMPUTE if layout.width == layout.pp == 1 else cls.MODEL
+
+    @classmethod
+    def of_ends(cls, pipeline: tuple[int, ...]) -> tuple[GroupPurpose, tuple[int, ...]]:
+        """Return the purpose of the group of the first and the last rank of a pipeline, and these ranks."""
+        return (cls.PP, pipeline) if len(pipeline) < 3 else (cls.ENDS, (pipeline[0], pipeline[-1]))
 
 
 @dataclass(frozen=True)
@@ -47,82 +86,69 @@ class Group:
         """Whether ranks begin messages and go on, for as long as they compute, before they wait for them."""
         return self.purpose == "move" or self.purpose.startswith("sync ")
 
+    @classmethod
+    def of_model(cls, model: PlacedModel) -> list[Group]:
+        """Return the groups of an engine: data-parallel, context-parallel, tensor-parallel, pipelines, and those that a
+        library requires."""
+        layout = model.layout
+        pipelines = tuple(dict.fromkeys(map(layout.pp_set, model.ranks)))
+        purposes: list[tuple[GroupPurpose, tuple[int, ...]]] = [
+            *((GroupPurpose.COMPUTE, ranks) for ranks in dict.fromkeys(map(layout.dp_set, model.ranks))),
+            *_context_purposes(layout),
+            *_expert_purposes(model),
+            *_shard_purposes(model),
+            *((GroupPurpose.TP, ranks) for ranks in layout.tp_sets),
+            *((GroupPurpose.PP, ranks) for ranks in pipelines),
+            *(GroupPurpose.of_ends(ranks) for ranks in pipelines),
+            *((GroupPurpose.of_replica(layout), ranks) for ranks in layout.replica_sets),
+        ]
+        if model.facts.model_group:
+            purposes.append((GroupPurpose.of_all(layout), layout.ranks))
+        groups = [
+            cls(f"{purpose} {model.name}", ranks, inside=_is_inside(model, purpose, ranks))
+            for purpose, ranks in dict.fromkeys(purposes)
+        ]
+        if model.facts.groups_of_one or needs_group_of_one(model):
+            groups += [cls("alone", (rank,), alone=True) for rank in model.ranks]
+        return groups
 
-def compute_groups(model: PlacedModel) -> list[Group]:
-    """Return the groups of an engine: data-parallel, context-parallel, tensor-parallel, pipelines, and those that a
-    library requires."""
-    layout = model.layout
-    pipelines = tuple(dict.fromkeys(map(layout.pp_set, model.ranks)))
-    purposes: list[tuple[str, tuple[int, ...]]] = [
-        *(("compute", ranks) for ranks in dict.fromkeys(map(layout.dp_set, model.ranks))),
-        *_context_purposes(layout),
-        *_expert_purposes(model),
-        *_shard_purposes(model),
-        *(("tp", ranks) for ranks in layout.tp_sets),
-        *(("pp", ranks) for ranks in pipelines),
-        *(pipeline_ends(ranks) for ranks in pipelines),
-        *((replica_purpose(layout), ranks) for ranks in layout.replica_sets),
-    ]
-    if model.facts.model_group:
-        purposes.append((model_purpose(layout), layout.ranks))
-    groups = [
-        Group(f"{purpose} {model.name}", ranks, inside=_is_inside(model, purpose, ranks))
-        for purpose, ranks in dict.fromkeys(purposes)
-    ]
-    if model.facts.groups_of_one or needs_group_of_one(model):
-        groups += [Group("alone", (rank,), alone=True) for rank in model.ranks]
-    return groups
 
-
-def _is_inside(model: PlacedModel, purpose: str, ranks: tuple[int, ...]) -> bool:
+def _is_inside(model: PlacedModel, purpose: GroupPurpose, ranks: tuple[int, ...]) -> bool:
     """Whether messages of a group travel inside layers, and FSDP2 shards over the same ranks."""
-    return purpose in ("cp", EXPERTS) and model.split == "rows" and ranks == model.shard_set(ranks[0])
+    return (
+        purpose in (GroupPurpose.CP, GroupPurpose.EXPERTS)
+        and model.split == "rows"
+        and ranks == model.shard_set(ranks[0])
+    )
 
 
-def _context_purposes(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
+def _context_purposes(layout: Layout) -> list[tuple[GroupPurpose, tuple[int, ...]]]:
     """Return the groups of context-parallel ranks, and of the ranks that sum gradients."""
     if layout.cp == 1:
         return []
-    return [("cp", ranks) for ranks in dict.fromkeys(map(layout.cp_set, layout.ranks))] + [
-        (WEIGHTS, ranks) for ranks in dict.fromkeys(map(layout.of_weights.dp_set, layout.ranks))
+    return [(GroupPurpose.CP, ranks) for ranks in dict.fromkeys(map(layout.cp_set, layout.ranks))] + [
+        (GroupPurpose.WEIGHTS, ranks) for ranks in dict.fromkeys(map(layout.of_weights.dp_set, layout.ranks))
     ]
 
 
-def _expert_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
+def _expert_purposes(model: PlacedModel) -> list[tuple[GroupPurpose, tuple[int, ...]]]:
     """Return the groups of expert-parallel ranks: ranks with different experts, ranks with the same."""
     if model.layout.ep == 1:
         return []
-    return [(EXPERTS, ranks) for ranks in dict.fromkeys(map(model.layout.ep_set, model.ranks))] + [
-        (SAME_EXPERTS, ranks) for ranks in dict.fromkeys(map(model.expert_copy_set, model.ranks))
+    return [(GroupPurpose.EXPERTS, ranks) for ranks in dict.fromkeys(map(model.layout.ep_set, model.ranks))] + [
+        (GroupPurpose.SAME_EXPERTS, ranks) for ranks in dict.fromkeys(map(model.expert_copy_set, model.ranks))
     ]
 
 
-def _shard_purposes(model: PlacedModel) -> list[tuple[str, tuple[int, ...]]]:
+def _shard_purposes(model: PlacedModel) -> list[tuple[GroupPurpose, tuple[int, ...]]]:
     """Return the groups of a model with several copies of its shards: ranks that gather, ranks that store the same."""
     if not model.is_sharded_in_nodes:
         return []
-    return [(SHARD, ranks) for ranks in dict.fromkeys(map(model.shard_set, model.ranks))] + [
-        (COPIES, ranks) for ranks in dict.fromkeys(map(model.copy_set, model.ranks))
+    return [(GroupPurpose.SHARD, ranks) for ranks in dict.fromkeys(map(model.shard_set, model.ranks))] + [
+        (GroupPurpose.COPIES, ranks) for ranks in dict.fromkeys(map(model.copy_set, model.ranks))
     ]
 
 
 def needs_group_of_one(model: PlacedModel) -> bool:
     """Whether each rank alone stores its experts, of a model whose other weights are sharded."""
     return model.layout.ep > 1 and model.split != "whole" and model.num_shards == model.layout.ep
-
-
-def pipeline_ends(pipeline: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Return the first and the last rank of a pipeline, after the purpose of their group."""
-    return ("pp", pipeline) if len(pipeline) < 3 else ("ends", (pipeline[0], pipeline[-1]))
-
-
-def replica_purpose(layout: Layout) -> str:
-    """Return the purpose of the group of a replica's ranks."""
-    degrees = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
-    several = [name for name, degree in degrees.items() if degree > 1] or ["tp"]
-    return several[0] if len(several) == 1 else "replica"
-
-
-def model_purpose(layout: Layout) -> str:
-    """Return the purpose of the group of all ranks of an engine with pipeline stages."""
-    return replica_purpose(layout) if layout.dp == 1 else "compute" if layout.width == layout.pp == 1 else "model"

@@ -21,7 +21,8 @@ from flexrlhf.errors import SettingError, UserError, nearest
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.place import Degrees, check_classes, make_layout
-from flexrlhf.placement.placed import ModelName, PlacedModel, PlacedOperator, Placement, idle_warnings
+from flexrlhf.placement.placed import ModelName, PlacedModel, PlacedOperator
+from flexrlhf.placement.placement import Placement, idle_warnings
 from flexrlhf.placement.ratios import Roles, assign_ranks
 from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Self
 
-from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PLACEMENT_SETTINGS, PlacementEntry, PlacementMap
 from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.errors import SettingError, UserError, either, nearest
 from flexrlhf.placement.by_class import on_classes
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout, generation_layout
-from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement, idle_warnings
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placement import Placement, idle_warnings
 from flexrlhf.placement.ratios import Roles, assign_ranks, has_shadows, ratio_text, vector_text
 from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
 
@@ -27,7 +28,7 @@ def place(spec: Spec, roles: Roles, can_shadow: bool, cluster: Cluster) -> Place
     models = tuple(
         _placed(ModelName(name), entry, ranks[name], spec, roles, cluster) for name, entry in request.models.items()
     )
-    if roles.rollout is not None and ModelName.of(roles.rollout, ROLLOUT) not in request.models:
+    if roles.rollout is not None and ModelName.rollout_of(roles.rollout) not in request.models:
         models += (_rollout_on_trained_ranks(next(m for m in models if m.role == roles.rollout), spec, roles, cluster),)
     if roles.rollout is not None:
         warnings = warnings + rollout_warnings(spec, roles.rollout)
@@ -44,7 +45,7 @@ def _rollout_on_trained_ranks(trained: PlacedModel, spec: Spec, roles: Roles, cl
     rollout, layout = spec.rollout, trained.layout
     if (rollout.tp, rollout.pp, 1) == (layout.tp, layout.pp, layout.cp) and layout.row_shares:
         entry = entry.model_copy(update={"row_shares": layout.row_shares})
-    model = _placed(ModelName.of(trained.role, ROLLOUT), entry, trained.ranks, spec, roles, cluster)
+    model = _placed(ModelName.rollout_of(trained.role), entry, trained.ranks, spec, roles, cluster)
     if rollout.is_hybrid and rollout.sleep:
         # adapters alone would be sent, and the weights that they do not change would be lost
         model = replace(model, is_hybrid=trained.settings.lora is None)
@@ -98,7 +99,8 @@ def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> Pla
                 raise UserError(f"placement: {name} needs an engine of its own; set rollout.engine: vllm, or remove it")
             if can_shadow and ModelName(name).is_shadow and ModelName(name).role == roles.rollout:
                 raise UserError(
-                    f"placement: with a rollout engine {name} is that engine; call it {roles.rollout}.{ROLLOUT}"
+                    f"placement: with a rollout engine {name} is that engine; call it "
+                    f"{ModelName.rollout_of(roles.rollout)}"
                 )
             raise UserError(f"placement: no model {name!r}{nearest(name, known)}; known: {', '.join(known)}")
     shadowed = has_shadows(placement.models)
@@ -229,24 +231,6 @@ def _stays_on_node(ranks: tuple[int, ...], tp: int, cluster: Cluster, whole_node
         len(each) == 1 or (whole_nodes and sum(len(cluster.ranks_on_node(node)) for node in each) == tp)
         for each in nodes
     )
-
-
-def with_placed_dtypes(spec: Spec, placement: Placement) -> Spec:
-    """Return ``spec`` with the types that its placed models have, the shadows' apart."""
-    placed = [each for each in placement.models if each.rollout is None]
-    own = {each.role: each.settings.dtype for each in reversed(placed) if not each.is_shadow}
-    of_shadow = {each.role: each.settings.dtype for each in placed if each.is_shadow}
-    changed = {}
-    for role, model in spec.models:
-        if model is None or role not in own:
-            continue
-        found = own[role], of_shadow.get(role, own[role])
-        if found != (model.dtype, model.of_shadow.dtype):
-            raw = model.shadow.model_dump() if model.shadow is not None else {}
-            changed[role] = model.model_copy(
-                update={"dtype": found[0], "shadow": ShadowSpec(**raw | {"dtype": found[1]})}
-            )
-    return spec.with_models(changed) if changed else spec
 
 
 _PIN_OR_SPAN = "pin it with `on:` or set placement.span_classes: true"

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
-from types import MappingProxyType
 from typing import Protocol, Self
 
 from flexrlhf.config.engines import EngineFacts, Split, facts_of
@@ -44,6 +41,16 @@ class ModelName(str):
     def of(cls, role: str, copy: str = "") -> Self:
         """Return the name of the ``copy`` of ``role``."""
         return cls(f"{role}.{copy}" if copy else role)
+
+    @classmethod
+    def shadow_of(cls, role: str) -> Self:
+        """Return the name of the shadow of ``role``."""
+        return cls.of(role, SHADOW)
+
+    @classmethod
+    def rollout_of(cls, role: str) -> Self:
+        """Return the name of the rollout engine of ``role``."""
+        return cls.of(role, ROLLOUT)
 
     @property
     def is_shadow(self) -> bool:
@@ -245,110 +252,3 @@ class PlacedModel:
                 f"shards; use shard all, or ep {either(n for n in range(1, most + 1) if most % n == 0)}",
             )
         return replace(self, sharded_over=0 if len(counts) == 1 else most)
-
-
-MOST_OF_SHARES = 1000
-"""Largest share of rows over one with which a replica has none, or next to none."""
-
-
-def idle_warnings(models: Iterable[PlacedModel]) -> list[str]:
-    """Return warnings for replicas that their shares of the rows leave without any."""
-    return [
-        f"{model.name}: replica {number} of {len(shares)} has {'hardly any' if share else 'no'} rows by row_shares, so "
-        f"that its ranks store weights and compute nothing with them"
-        for model in models
-        for shares in [model.layout.row_shares]
-        for number, share in enumerate(shares)
-        if share * MOST_OF_SHARES < max(shares)
-    ]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """All placed models of a run, in vector order.
-
-    num_ranks:  devices of the run.
-    warnings:   for the user.
-    operators:  copy of each operator that has a placement of its own, by name.
-    layouts:    layout of each operator whose rows a protocol splits over replicas, by name.
-    reason:     why models are on the device classes that planning has chosen; empty if it chose none.
-    pass_tokens: computed tokens of a pass of each operator that has its own number, by name.
-    """
-
-    models: tuple[PlacedModel, ...]
-    num_ranks: int
-    warnings: tuple[str, ...] = ()
-    operators: Mapping[str, ModelName] = field(default_factory=lambda: MappingProxyType({}), hash=False)
-    layouts: Mapping[str, Layout] = field(default_factory=lambda: MappingProxyType({}), hash=False)
-    reason: str = ""
-    pass_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}), hash=False)
-
-    @cached_property
-    def _by_name(self) -> dict[str, PlacedModel]:
-        return {model.name: model for model in self.models}
-
-    def __getitem__(self, name: str) -> PlacedModel:
-        return self._by_name[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._by_name
-
-    def on_rank(self, rank: int) -> tuple[PlacedModel, ...]:
-        """Return the placed models that have ``rank``."""
-        return tuple(model for model in self.models if rank in model.layout.places)
-
-    @property
-    def idle_ranks(self) -> tuple[int, ...]:
-        """Ranks without a placed model."""
-        used = {rank for model in self.models for rank in model.ranks}
-        return tuple(rank for rank in range(self.num_ranks) if rank not in used)
-
-    @property
-    def followers(self) -> tuple[PlacedModel, ...]:
-        """Copies whose weights come from a trained copy by Sync once it has trained; copies of operators are others."""
-        return tuple(model for model in self.models if model.follows and not model.is_filled_for_calls)
-
-    @cached_property
-    def shadows(self) -> tuple[PlacedModel, ...]:
-        """Copies for inference on other ranks than the trained copy's; the actor's may be a rollout engine."""
-        return tuple(model for model in self.followers if not set(model.ranks) & set(self[model.role].ranks))
-
-    def inference_copy(self, role: str) -> PlacedModel:
-        """Return the copy on whose ranks rows of ``role`` are generated and scored: the shadow where there is one."""
-        return next((model for model in self.shadows if model.role == role), self[role])
-
-    def copy_for(self, operator: PlacedOperator) -> PlacedModel:
-        """Return the copy that ``operator`` runs on: its own where it has a placement, unless it needs the trained
-        weights and that is a shadow or a rollout engine.
-
-        Else the trained copy trains, the inference copy does the rest; a rollout engine generates and does not forward.
-        """
-        role, generates = operator.role, operator.kind in ("generate", "interact")
-        if (name := _name_in_settings(operator)) in self.operators:
-            copy = self[self.operators[name]]
-            if not (operator.on_trained and (copy.is_kept or copy.rollout is not None)):
-                return copy
-        if operator.kind == "train" or operator.on_trained:
-            return self[role]
-        engine = ModelName.of(role, ROLLOUT)
-        if generates and engine in self:
-            return self[engine]
-        copy = self.inference_copy(role)
-        return self[role] if operator.kind == "forward" and copy.rollout is not None else copy
-
-    def layout_of(self, operator: PlacedOperator) -> Layout:
-        """Return the layout of the rows of ``operator``: its copy's, or the one that its protocol has."""
-        return self.layouts.get(_name_in_settings(operator)) or self.copy_for(operator).layout
-
-    def pass_tokens_of(self, operator: PlacedOperator) -> int | None:
-        """Return the computed tokens of a pass of ``operator``; None: as in the settings of its model."""
-        return self.pass_tokens.get(_name_in_settings(operator))
-
-    def co_located_pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs of placed models that share a device."""
-        return [(a.name, b.name) for a, b in combinations(self.models, 2) if set(a.ranks) & set(b.ranks)]
-
-
-def _name_in_settings(operator: PlacedOperator) -> str:
-    """Return the name by which settings place ``operator``: environments are where the policy's turns are."""
-    return "generate" if operator.kind == "interact" else operator.name

@@ -22,7 +22,7 @@ from flexrlhf.config.model_settings import Head
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.placed import ROLLOUT, SHADOW, ModelName, PlacedOperator
+from flexrlhf.placement.placed import ModelName, PlacedOperator
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Roles:
 
     @property
     def shadows(self) -> tuple[ModelName, ...]:
-        return tuple(ModelName.of(role, ROLLOUT if role == self.rollout else SHADOW) for role in self.trained)
+        return tuple(
+            ModelName.rollout_of(role) if role == self.rollout else ModelName.shadow_of(role) for role in self.trained
+        )
 
     @property
     def without_shadows(self) -> tuple[ModelName, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from flexrlhf.config.engines import facts_of
-from flexrlhf.config.model_settings import LoraSpec, ModelSpec
-from flexrlhf.config.spec import RolloutSpec, Spec
+from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import SettingError
 from flexrlhf.placement.layout import BatchShape, Layout
 
@@ -16,45 +17,44 @@ _OF_MODULES = (
     *("trust_remote_code", "attention", "liger", "tiled_mlp", "compile", "share_prompts", "cuda_graphs"),
     "router_replay",
 )
-PREFILL_TOKENS = 8192
-"""Most tokens of one step of vLLM, unless one prompt is longer or there are more rows."""
-MOST_ROWS = 1024
-"""Most rows that vLLM decodes at a time; its weights are then a small part of what a step reads."""
-BEGUN = 16
-"""One of so many parts of the longest response, with which a row is counted when it is admitted."""
-OFFLOADS_GRAPHS = "sleep_mode_offload_cudagraph"
-"""Argument of vLLM by which its CUDA graphs leave the device, too, while it sleeps. By itself it keeps them there."""
-FREE_PAGES = 0.05
-"""Share of the cache that vLLM keeps free when it admits a row, into which rows grow that are already decoded."""
 
 
-def padded_row(spec: Spec) -> int:
-    """Return the tokens of the longest prompt and response, in whole blocks of an engine's own cache."""
-    width = spec.data.max_prompt_tokens + spec.data.max_response_tokens
-    block = facts_of(spec.rollout.engine).cache_block
-    return -(-width // block) * block if block else width
+@dataclass(frozen=True)
+class PagedCache:
+    """Cache of vLLM, and what it has room for.
 
-
-def most_rows_at_once(generate_tokens: int, prompt: int, response: int) -> int:
-    """Return the most rows that vLLM decodes at a time: as many as its cache has pages for when they begin.
-
-    vLLM gives a row a page whenever it has filled one. When no page is left, the row that was admitted last is put
-    back; later its tokens are computed again in one pass, and it goes on with the same tokens.
+    tokens:            whose keys and values it stores.
+    prompt, response:  tokens of a row, at most.
     """
-    block = facts_of("vllm").cache_block
-    blocks_of_row = -(-(prompt + response // BEGUN) // block)
-    return min(MOST_ROWS, max(1, generate_tokens // block // blocks_of_row))
 
+    tokens: int
+    prompt: int
+    response: int
 
-def most_step_tokens(generate_tokens: int, prompt: int, response: int) -> int:
-    """Return the most tokens of one step of vLLM: of whole prompts, of rows that are computed again, or one of each."""
-    return max(prompt, most_rows_at_once(generate_tokens, prompt, response), min(generate_tokens, PREFILL_TOKENS))
+    FREE: ClassVar = 0.05
+    """Share of the cache that vLLM keeps free when it admits a row, into which rows grow that are already decoded."""
+    PREFILL_TOKENS: ClassVar = 8192
+    """Most tokens of one step of vLLM, unless one prompt is longer or there are more rows."""
+    MOST_ROWS: ClassVar = 1024
+    """Most rows that vLLM decodes at a time; its weights are then a small part of what a step reads."""
+    BEGUN: ClassVar = 16
+    """One of so many parts of the longest response, with which a row is counted when it is admitted."""
 
+    @property
+    def most_rows(self) -> int:
+        """Most rows that vLLM decodes at a time: as many as its cache has pages for when they begin.
 
-def offloads_graphs(rollout: RolloutSpec) -> bool:
-    """Whether CUDA graphs of vLLM are in host memory while it sleeps, unless ``config`` has it otherwise."""
-    is_asleep = rollout.sleep and rollout.process == "inline"
-    return is_asleep and rollout.cuda_graphs and bool(rollout.config.get(OFFLOADS_GRAPHS, True))
+        vLLM gives a row a page whenever it has filled one. When no page is left, the row that was admitted last is put
+        back; later its tokens are computed again in one pass, and it goes on with the same tokens.
+        """
+        block = facts_of("vllm").cache_block
+        blocks_of_row = -(-(self.prompt + self.response // self.BEGUN) // block)
+        return min(self.MOST_ROWS, max(1, self.tokens // block // blocks_of_row))
+
+    @property
+    def most_step_tokens(self) -> int:
+        """Most tokens of one step of vLLM: of whole prompts, of rows that are computed again, or one of each."""
+        return max(self.prompt, self.most_rows, min(self.tokens, self.PREFILL_TOKENS))
 
 
 def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
@@ -64,7 +64,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     is known, is found once all models are placed (plan/cache_size.py). Raises UserError for a cache smaller than one
     row.
     """
-    rollout, row, facts = spec.rollout, padded_row(spec), facts_of(spec.rollout.engine)
+    rollout, row, facts = spec.rollout, spec.padded_row, facts_of(spec.rollout.engine)
     if rollout.kv_tokens is not None and rollout.kv_tokens < row:
         blocks = f", in blocks of {facts.cache_block}" if facts.cache_block else ""
         raise SettingError.of(
@@ -77,7 +77,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     settings = ModelSpec(
         path=model.path,
         init=model.init,
-        lora=own_adapters(model, rollout),
+        lora=rollout.own_adapters(model),
         engine=rollout.engine,
         tp=rollout.tp,
         pp=rollout.pp,
@@ -90,12 +90,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
 def most_cache_tokens(spec: Spec, layout: Layout) -> int:
     """Return the tokens of all rows of a step on one rank, at their longest."""
     batch = BatchShape.of(spec)
-    return padded_row(spec) * batch.samples_per_prompt * _most_prompts(batch, layout.dp, layout.row_shares)
-
-
-def own_adapters(model: ModelSpec, rollout: RolloutSpec) -> LoraSpec | None:
-    """Return the adapters that the engine stores next to the weights of ``model``; None: none, or merged into them."""
-    return model.lora if rollout.adapters == "separate" else None
+    return spec.padded_row * batch.samples_per_prompt * _most_prompts(batch, layout.dp, layout.row_shares)
 
 
 def _kept(model: ModelSpec) -> dict[str, Any]:

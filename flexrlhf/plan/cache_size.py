@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import most_cache_tokens, padded_row
+from flexrlhf.placement.rollout import most_cache_tokens
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted
 
@@ -37,7 +37,7 @@ def with_residency(bare: Plan, only: int | None = None) -> Plan:
     model = _sized_cache(bare)
     if model is None:
         return bare.with_residency(only)
-    least = _with_tokens(bare, padded_row(bare.spec))
+    least = _with_tokens(bare, bare.spec.padded_row)
     if only is not None and not any(_fits(each.with_residency(only), only) for each in (bare, least)):
         return bare.with_residency(only)
     unsized = bare.with_residency()
@@ -116,7 +116,7 @@ def _room(plan: Plan, tried: Plan, model: PlacedModel, rank: int, limit: float) 
 
 
 def _text(plan: Plan, model: PlacedModel) -> str:
-    tokens, row = model.settings.generate_tokens, padded_row(plan.spec)
+    tokens, row = model.settings.generate_tokens, plan.spec.padded_row
     rows = plan.sizing.texts.rows_decoded(model, most_cache_tokens(plan.spec, model.layout) // row)
     return f"{tokens} fit: {counted(tokens // row, 'row')} of {row} tokens; at most {counted(rows, 'row')} at a time"
 

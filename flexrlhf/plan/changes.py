@@ -16,7 +16,6 @@ from flexrlhf.memory.budget import Compute
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import padded_row
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Sync
 from flexrlhf.strategies.workload import workload
@@ -130,7 +129,7 @@ def changes_on(plan: Plan, rank: int) -> Iterator[SettingChange]:
 def _of_rollout(plan: Plan, model: PlacedModel) -> Iterator[SettingChange]:
     """Yield changes of a rollout engine: a smaller cache, tensor parallelism, fewer bits, sleep."""
     rollout = plan.spec.rollout
-    yield SettingChange("rollout.kv_tokens", max(padded_row(plan.spec), model.settings.generate_tokens // 2))
+    yield SettingChange("rollout.kv_tokens", max(plan.spec.padded_row, model.settings.generate_tokens // 2))
     yield SettingChange("rollout.tp", 2 * rollout.tp)
     if model.settings.dtype == "float32":
         yield SettingChange("rollout.dtype", "bfloat16")

@@ -10,7 +10,8 @@ from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.errors import SettingError, UserError, either, nearest
 from flexrlhf.operators.columns import EXPERTS
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placement import Placement
 from flexrlhf.weights.lora import rank_in_vllm
 
 

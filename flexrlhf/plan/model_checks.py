@@ -25,7 +25,8 @@ from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots, has_l
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.engine_checks import check_replayed_passes, check_ring, check_settings, engines_with
 from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.decoder_sizes import Sizes

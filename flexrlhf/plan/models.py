@@ -18,7 +18,7 @@ from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_family
 from flexrlhf.plan.score_sources import SECTIONS

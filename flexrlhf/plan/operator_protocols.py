@@ -15,7 +15,7 @@ from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.placement import Placement
 from flexrlhf.placement.protocols import Arguments, Parts, TransferProtocol, protocol_of
 from flexrlhf.text import ranks_text
 

@@ -20,11 +20,11 @@ from flexrlhf.errors import UserError
 from flexrlhf.memory.budget import Sizing
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.groups import Group, compute_groups
+from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.per_operator import place_operators
-from flexrlhf.placement.place import place, with_placed_dtypes
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.place import place
+from flexrlhf.placement.placement import Placement
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.algorithm_graph import check_evaluation, heads_of, make_graph
 from flexrlhf.plan.attempts import with_attempts
@@ -50,7 +50,7 @@ from flexrlhf.plan.router_replay import run_lengths
 from flexrlhf.plan.segments import with_segments
 from flexrlhf.plan.tokenizers import check_tokenizers
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
-from flexrlhf.strategies.late_operators import behind_training, streamed_behind_training
+from flexrlhf.strategies.late_operators import combines_behind_training
 from flexrlhf.strategies.schedule import Schedule
 from flexrlhf.strategies.strategy import STRATEGIES, choose_strategy
 from flexrlhf.weights.shapes import ModelShape
@@ -98,11 +98,9 @@ def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
 
     Raises UserError for settings of rollouts that do not go with the algorithm.
     """
-    spec = with_placed_dtypes(spec, placement)
+    spec = placement.as_placed(spec)
     graph = placeable_graph(graph, spec, {model.role for model in placement.shadows})
-    if spec.schedule.lag:
-        return behind_training(graph, placement)
-    return streamed_behind_training(graph, placement)
+    return combines_behind_training(graph, placement, spec.schedule.lag)
 
 
 def placeable_graph(graph: Graph, spec: Spec, shadowed: Collection[str]) -> Graph:
@@ -242,7 +240,7 @@ def _check_warmup(plan: Plan) -> None:
 
 def _groups(placement: Placement, instructions: tuple[Instruction, ...], switches: Switches) -> list[Group]:
     """Return all groups in the order in which every rank creates them. A single rank needs none."""
-    groups = [group for model in placement.models for group in compute_groups(model)]
+    groups = [group for model in placement.models for group in Group.of_model(model)]
     for instruction in instructions:
         match instruction:
             case Move():

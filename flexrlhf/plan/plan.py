@@ -21,10 +21,11 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placement import Placement
 from flexrlhf.strategies.instructions import Move, Offload, Run, Sync
 from flexrlhf.strategies.residency import DeviceMemory, with_residency
-from flexrlhf.strategies.schedule import Schedule, checkpointed_models, later_chunks
+from flexrlhf.strategies.schedule import Schedule, later_chunks
 from flexrlhf.strategies.syncs import copies_that_reuse
 from flexrlhf.strategies.workload import StoredColumns, first_alike, stored_columns, workload
 from flexrlhf.weights.shapes import ModelShape
@@ -286,7 +287,7 @@ class Plan:
     @property
     def checkpointed(self) -> tuple[PlacedModel, ...]:
         """Placed models whose tensors a checkpoint contains."""
-        return tuple(self.placement[name] for name in checkpointed_models(self.placement, self.spec))
+        return tuple(self.placement[name] for name in self.placement.checkpointed(self.spec))
 
     def _start(self, rank: int) -> Start | None:
         """Return how models come onto a rank that offloads some; None for another one."""

@@ -13,14 +13,13 @@ from flexrlhf.plan.gpu_warnings import gpu_warnings
 from flexrlhf.plan.largest_batch import largest_batch, longest_text_line
 from flexrlhf.plan.memory_text import peak_text, planned_memory
 from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
+from flexrlhf.plan.overlap import overlapping_operators
 from flexrlhf.plan.placement_text import NAME_WIDTH, environment_lines, placement_lines
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.preset_text import preset_lines
+from flexrlhf.plan.repeated_turns import repeated_turns
 from flexrlhf.plan.schedule_text import schedule_table
 from flexrlhf.strategies.instructions import Eval, Move, Run, Sync
-from flexrlhf.strategies.overlap import overlapping_operators
-from flexrlhf.strategies.repeated_turns import repeated_turns
-from flexrlhf.strategies.schedule import whole_step
 from flexrlhf.text import bytes_text, counted, ranks_text, span_of
 
 
@@ -217,7 +216,7 @@ def _rows_per_replica(name: str, layout: Layout, plan: Plan) -> str:
 def _overlap(plan: Plan) -> list[str]:
     """Return lines of operators that run at the same time, and the settings that prevent overlap."""
     lines = overlapping_operators(plan.schedule) or ["none"]
-    whole = [name for name in plan.graph.waves if name in whole_step(plan.graph, plan.placement)]
+    whole = [name for name in plan.graph.waves if name in plan.placement.whole_step(plan.graph)]
     if plan.batch.num_chunks > 1 and whole:
         lines.append(f"not chunked: {', '.join(whole)}; shadows, whiten: mini_batch and epochs: 1 let them stream")
     return lines

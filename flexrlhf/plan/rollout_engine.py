@@ -24,7 +24,7 @@ from flexrlhf.errors import UserError, either
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator, after
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.placed import SHADOW, ModelName
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.old_logprobs import (
     also_writing,
@@ -80,7 +80,7 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
             model is not None and model.router_replay != NO_REPLAY
         ),
         f"models.{role}.shadow is the copy that generates": model is not None and model.shadow is not None,
-        f"placement has {role}.{SHADOW}": ModelName.of(role, SHADOW) in entries,
+        f"placement has {ModelName.shadow_of(role)}": ModelName.shadow_of(role) in entries,
         "an operator of placement.operators generates with an engine of its own": any(
             spec.operators[each.name].engine not in (None, "vllm")
             for each in graph.operators

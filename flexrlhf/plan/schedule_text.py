@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.repeated_turns import ListedInstruction, repeated_turns
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
-from flexrlhf.strategies.repeated_turns import ListedInstruction, repeated_turns
 from flexrlhf.text import bytes_text, rank_marks
 
 

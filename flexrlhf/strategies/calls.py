@@ -16,7 +16,7 @@ from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import Qualifier
 from flexrlhf.operators.graph import LOSSES, Graph, Operator, TrainPart, is_own
 from flexrlhf.placement.layout import BatchShape, common_range
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.placement import Placement
 from flexrlhf.placement.protocols import Parts, TransferProtocol
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Sync
 from flexrlhf.strategies.schedule import Builder, OperatorTask, Schedule

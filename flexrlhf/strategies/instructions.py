@@ -10,7 +10,7 @@ from typing import Any, Literal
 from flexrlhf.operators.graph import Operator, OperatorKind
 from flexrlhf.placement.layout import BatchShape, Layout, common_range
 from flexrlhf.placement.placed import ModelName
-from flexrlhf.placement.routes import Primitive, Transfer
+from flexrlhf.placement.transfer import Primitive, Transfer
 
 
 @dataclass(frozen=True, kw_only=True)

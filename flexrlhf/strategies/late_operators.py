@@ -14,8 +14,7 @@ from dataclasses import replace
 
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph, Operator
-from flexrlhf.placement.placed import Placement
-from flexrlhf.strategies.schedule import whole_step
+from flexrlhf.placement.placement import Placement
 
 
 def training_ranks(graph: Graph, placement: Placement) -> frozenset[int]:
@@ -30,18 +29,18 @@ def is_late(operator: Operator, graph: Graph, placement: Placement) -> bool:
     return operator.on_trained or is_filled or not training_ranks(graph, placement).isdisjoint(copy.ranks)
 
 
-def behind_training(graph: Graph, placement: Placement) -> Graph:
-    """Return ``graph`` with its combines on trained copies. Raises UserError where a model or a source of scores on
-    other ranks needs columns of the ranks of training.
+def combines_behind_training(graph: Graph, placement: Placement, lag: int) -> Graph:
+    """Return ``graph`` with its combines on trained copies; without a lag those of single chunks, if models train on
+    single chunks.
+
+    Raises UserError where with a lag a model or a source of scores on other ranks needs columns of the ranks of
+    training.
     """
-    behind = _combines_on_trained(graph, placement)
-    _check_readers(behind, placement)
-    return behind
-
-
-def streamed_behind_training(graph: Graph, placement: Placement) -> Graph:
-    """Return ``graph`` with its combines of single chunks on trained copies, if models train on single chunks."""
-    whole = whole_step(graph, placement)
+    if lag:
+        behind = _combines_on_trained(graph, placement)
+        _check_readers(behind, placement)
+        return behind
+    whole = placement.whole_step(graph)
     streams = any(each.kind == "train" and each.name not in whole for each in graph.operators)
     return _combines_on_trained(graph, placement, whole) if streams else graph
 

@@ -16,7 +16,8 @@ from flexrlhf.memory.budget import Phase, Sizing
 from flexrlhf.memory.states import reused_bytes
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.placed import ModelName, Placement
+from flexrlhf.placement.placed import ModelName
+from flexrlhf.placement.placement import Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Release, Reload, Run, Save, Sync
 from flexrlhf.strategies.prefetch import Residence, Transition, Transitions, bring_forward, stored_late
 from flexrlhf.strategies.workload import works_of
@@ -245,17 +246,6 @@ class _Walk:
             bring_forward(residence, fits)
 
 
-def sleepers(placement: Placement) -> frozenset[ModelName]:
-    """Return the rollout engines without ranks of their own that sleep whenever they do not generate, but for those
-    that are freed then."""
-    shadows = placement.shadows
-    return frozenset(
-        model.name
-        for model in placement.models
-        if model.rollout is not None and model.rollout.sleep and not model.is_transient and model not in shadows
-    )
-
-
 def with_residency(
     instructions: Sequence[Instruction], memory: DeviceMemory, alike: Mapping[int, int], only: int | None = None
 ) -> tuple[tuple[Instruction, ...], dict[int, tuple[ModelName, ...]]]:
@@ -272,7 +262,7 @@ def with_residency(
     for rank in sorted(set(alike.values())):
         names = tuple(model.name for model in memory.sizing.placement.on_rank(rank))
         capacity = memory.capacity(rank)
-        asleep = sleepers(memory.sizing.placement) & set(names)
+        asleep = memory.sizing.placement.sleepers & set(names)
         if names and (capacity is not None or asleep):
             room = sys.maxsize if capacity is None else capacity
             transient = frozenset(name for name in names if memory.sizing.placement[name].is_transient)

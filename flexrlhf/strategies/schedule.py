@@ -18,8 +18,9 @@ from flexrlhf.config.data_settings import EvalSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.layout import BatchShape, Layout, common_range
-from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
-from flexrlhf.placement.routes import Holdings, Transfer, primitive_of, route
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placement import Placement
+from flexrlhf.placement.transfer import Transfer
 from flexrlhf.strategies.instructions import (
     Checkpoint,
     Eval,
@@ -31,6 +32,7 @@ from flexrlhf.strategies.instructions import (
     Save,
     columns_read,
 )
+from flexrlhf.strategies.routes import Holdings, primitive_of, route
 
 
 @dataclass(frozen=True)
@@ -163,19 +165,6 @@ class OperatorTask:
         return self.tick, feeds_others == self.is_awaited, -self.wave
 
 
-def whole_step(graph: Graph, placement: Placement) -> frozenset[str]:
-    """Return the operators that run once over all chunks: barriers, what follows them, training of roles without
-    shadow.
-
-    Such a role infers and trains with the same weights: no chunk may be generated or scored with weights that another
-    chunk has trained already. The same holds where the trained copy also forwards.
-    """
-    inferring = [o for o in graph.operators if o.call is not None and o.kind != "train"]
-    scored = {o.role for o in inferring if o.on_trained or not placement.copy_for(o).follows}
-    scored |= {role for role in graph.roles if not placement.inference_copy(role).follows}
-    return graph.after_barrier | {o.name for o in graph.operators if o.kind == "train" and o.role in scored}
-
-
 def make_tasks(
     graph: Graph, placement: Placement, shape: BatchShape, operators: Iterable[Operator]
 ) -> list[OperatorTask]:
@@ -184,7 +173,7 @@ def make_tasks(
     Attempts of dynamic sampling follow one another, and all other operators the last of them. So do turns of episodes,
     of which each chunk has one before any has the next.
     """
-    whole = whole_step(graph, placement)
+    whole = placement.whole_step(graph)
     num_turns, chunks = max((operator.turns for operator in graph.operators), default=0), shape.num_chunks
     opening = {parent.name for each in graph.operators if each.turns for parent in graph.parents(each)}
     taken = [graph.waves[operator.name] for operator in graph.operators if operator.is_repeated]
@@ -429,18 +418,8 @@ def checkpoints(placement: Placement, spec: Spec, lag: int) -> list[Instruction]
 
 def checkpoint_of(placement: Placement, spec: Spec, lag: int = 0, every: int = 1) -> Checkpoint:
     """Return a Checkpoint of all that changes from step to step."""
-    names, ranks = checkpointed_models(placement, spec), tuple(range(placement.num_ranks))
+    names, ranks = placement.checkpointed(spec), tuple(range(placement.num_ranks))
     return Checkpoint(ranks=ranks, lag=lag, every=every, at_end=True, models=names)
-
-
-def checkpointed_models(placement: Placement, spec: Spec) -> tuple[ModelName, ...]:
-    """Return the models whose tensors a checkpoint contains.
-
-    A copy that is synced after every step has the weights of its trained copy then, which a Sync restores.
-    """
-    lags = spec.schedule.lag > 0 or spec.sync.every > 1
-    kept = placement.followers if lags else ()
-    return tuple(model.name for model in placement.models if model.trained or model in kept)
 
 
 def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, lag: int) -> list[Instruction]:

@@ -17,7 +17,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.placement import Placement
 from flexrlhf.strategies.instructions import Instruction
 from flexrlhf.strategies.late_operators import is_late
 from flexrlhf.strategies.schedule import Builder, closing, emitted, make_tasks, opening

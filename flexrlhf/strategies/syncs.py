@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placement import Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Release, Run, Sync
 from flexrlhf.strategies.schedule import checkpoints
 from flexrlhf.weights.sync_plan import adapter_gathers, is_in_place

@@ -11,7 +11,8 @@ from flexrlhf.memory.transfer_bytes import WeightSync
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placement import Placement
 from flexrlhf.strategies.instructions import (
     Checkpoint,
     Eval,

@@ -35,7 +35,6 @@ from flexrlhf.runs.manifest import (
 )
 from flexrlhf.runs.run_directory import remove_abandoned
 from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces, write_tensors
-from flexrlhf.strategies.schedule import checkpointed_models
 from flexrlhf.trainer.checkpoint_pieces import (
     HostCopies,
     RowFile,
@@ -146,7 +145,7 @@ class Checkpointer(Observer):
         """Return the pieces that this rank writes, by file, which are being copied to host memory."""
         context = self._context
         files: dict[str, dict[str, Piece]] = {}
-        for name in checkpointed_models(context.plan.placement, context.plan.spec):
+        for name in context.plan.placement.checkpointed(context.plan.spec):
             model = context.models.get(name)
             if model is not None:
                 file = piece_file(name, context.rank)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Moments, add_moments
-from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Move, Run
+from flexrlhf.trainer.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 from flexrlhf.trainer.operator_context import OperatorContext, evaluation_sampling
 from flexrlhf.trainer.rank_context import RankContext

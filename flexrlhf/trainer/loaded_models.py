@@ -26,14 +26,7 @@ from flexrlhf.engines.base import (
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.errors import UserError
 from flexrlhf.placement.groups import (
-    COPIES,
-    EXPERTS,
-    SAME_EXPERTS,
-    SHARD,
-    WEIGHTS,
-    model_purpose,
-    pipeline_ends,
-    replica_purpose,
+    GroupPurpose,
 )
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
@@ -177,17 +170,19 @@ def load_model_on_rank(
         return RankGroup(groups.get(f"{purpose} {model.name}", ranks), ranks, wait)
 
     tp_ranks = next(ranks for ranks in layout.tp_sets if rank in ranks)
-    dp, tp = ranks_of("compute", layout.dp_set(rank)), ranks_of("tp", tp_ranks)
+    dp, tp = ranks_of(GroupPurpose.COMPUTE, layout.dp_set(rank)), ranks_of(GroupPurpose.TP, tp_ranks)
     cp = None
     if layout.cp > 1:
-        cp = ContextRanks(ranks_of("cp", layout.cp_set(rank)), ranks_of(WEIGHTS, layout.of_weights.dp_set(rank)))
+        of_weights = ranks_of(GroupPurpose.WEIGHTS, layout.of_weights.dp_set(rank))
+        cp = ContextRanks(ranks_of(GroupPurpose.CP, layout.cp_set(rank)), of_weights)
     experts = None
     if layout.ep > 1:
-        same = ranks_of(SAME_EXPERTS, model.expert_copy_set(rank))
-        experts = ExpertRanks(ranks_of(EXPERTS, layout.ep_set(rank)), same)
+        same = ranks_of(GroupPurpose.SAME_EXPERTS, model.expert_copy_set(rank))
+        experts = ExpertRanks(ranks_of(GroupPurpose.EXPERTS, layout.ep_set(rank)), same)
     in_node = None
     if model.is_sharded_in_nodes:
-        in_node = ShardRanks(ranks_of(SHARD, model.shard_set(rank)), ranks_of(COPIES, model.copy_set(rank)))
+        with_same_shard = ranks_of(GroupPurpose.COPIES, model.copy_set(rank))
+        in_node = ShardRanks(ranks_of(GroupPurpose.SHARD, model.shard_set(rank)), with_same_shard)
     stages = stage_ranks(layout, rank, ranks_of, has_all=model.facts.model_group)
     engine = make_engine(
         EngineContext(
@@ -225,12 +220,12 @@ def stage_ranks(
     has_all:   whether there is a group of all ranks.
     """
     pipeline, replica = layout.pp_set(rank), layout.replica_sets[layout.replica(rank)]
-    together = ranks_of(replica_purpose(layout), replica)
+    together = ranks_of(GroupPurpose.of_replica(layout), replica)
     return StageRanks(
-        stages=ranks_of("pp", pipeline),
-        ends=ranks_of(*pipeline_ends(pipeline)),
+        stages=ranks_of(GroupPurpose.PP, pipeline),
+        ends=ranks_of(*GroupPurpose.of_ends(pipeline)),
         replica=together,
-        model=ranks_of(model_purpose(layout), layout.ranks) if has_all else together,
+        model=ranks_of(GroupPurpose.of_all(layout), layout.ranks) if has_all else together,
     )
 
 

@@ -27,7 +27,7 @@ from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.strategies.calls import CALLS
 from flexrlhf.strategies.instructions import Offload, Sync
-from flexrlhf.strategies.schedule import RunStart, checkpointed_models
+from flexrlhf.strategies.schedule import RunStart
 from flexrlhf.trainer.checkpoint_pieces import load_rows, missing_columns, part_of
 from flexrlhf.trainer.checkpointer import RunState
 from flexrlhf.trainer.loaded_models import LoadedModel
@@ -141,7 +141,7 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
     for name in movable:
         if not context.models[name].is_offloaded:
             context.models[name].offload()
-    contained = checkpointed_models(plan.placement, plan.spec)
+    contained = plan.placement.checkpointed(plan.spec)
     for name, model in context.models.items():
         stored = _stored_name(name, start) if name in contained else name
         if model.placed.trained or name in contained:
@@ -203,7 +203,7 @@ def _load_weights(model: LoadedModel, reader: PieceReader, parts: Parts, bucket_
 def _sync_others(state: RunState, syncs: WeightSyncs, next_step: int) -> None:
     """Execute the Sync of every copy that the checkpoint does not contain, unless a step refills it anyway."""
     plan, models = state.context.plan, state.context.models
-    contained = checkpointed_models(plan.placement, plan.spec)
+    contained = plan.placement.checkpointed(plan.spec)
     for sync in plan.schedule.for_rank(state.context.rank):
         if isinstance(sync, Sync) and sync.destination not in contained and not sync.refills:
             with ExitStack() as used:

@@ -34,18 +34,12 @@ from symbolic import (
 
 from flexrlhf.operators.columns import FINAL_OUTCOME
 from flexrlhf.placement.groups import (
-    COPIES,
-    EXPERTS,
-    SAME_EXPERTS,
-    SHARD,
-    WEIGHTS,
     Group,
-    pipeline_ends,
+    GroupPurpose,
 )
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.routes import Transfer
+from flexrlhf.placement.transfer import Transfer
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import (
     Checkpoint,
     Eval,
@@ -59,6 +53,7 @@ from flexrlhf.strategies.instructions import (
     Sync,
 )
 from flexrlhf.strategies.schedule import walk
+from flexrlhf.trainer.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import position_of, trained_parts
 from flexrlhf.weights.sync_plan import SyncPlan, sync_on_rank, transfers_of
@@ -603,21 +598,24 @@ class Rank:
         if layout.cp > 1:
             self._agree((*key, "cp"), f"cp {model.name}", layout.cp_set(self.number), instruction, (weights, reads))
         if layout.pp > 1:
-            stages, ends = layout.pp_set(self.number), pipeline_ends(layout.pp_set(self.number))
+            stages, ends = layout.pp_set(self.number), GroupPurpose.of_ends(layout.pp_set(self.number))
             self._agree((*key, "pp"), f"pp {model.name}", stages, instruction, (weights, reads))
             self._check_group(f"{ends[0]} {model.name}", ends[1], instruction)
         if model.split != "whole" or (layout.cp > 1 and instruction.operator.kind == "train"):
-            purpose, ranks = WEIGHTS if layout.cp > 1 else "compute", layout.of_weights.dp_set(self.number)
+            purpose, ranks = GroupPurpose.WEIGHTS if layout.cp > 1 else "compute", layout.of_weights.dp_set(self.number)
             self._agree((*key, "dp"), f"{purpose} {model.name}", ranks, instruction, weights)
         if layout.ep > 1:
-            self._agree((*key, "ep"), f"{EXPERTS} {model.name}", layout.ep_set(self.number), instruction, weights)
+            self._agree(
+                (*key, "ep"), f"{GroupPurpose.EXPERTS} {model.name}", layout.ep_set(self.number), instruction, weights
+            )
             same = model.expert_copy_set(self.number)
             if instruction.operator.kind == "train":
-                self._agree((*key, "same"), f"{SAME_EXPERTS} {model.name}", same, instruction, weights)
+                self._agree((*key, "same"), f"{GroupPurpose.SAME_EXPERTS} {model.name}", same, instruction, weights)
         if model.is_sharded_in_nodes:
-            sets = {SHARD: model.shard_set(self.number), COPIES: model.copy_set(self.number)}
-            for purpose in (SHARD, COPIES) if instruction.operator.kind == "train" else (SHARD,):
-                self._agree((*key, purpose), f"{purpose} {model.name}", sets[purpose], instruction, weights)
+            sets = {GroupPurpose.SHARD: model.shard_set(self.number), GroupPurpose.COPIES: model.copy_set(self.number)}
+            for purpose, ranks in sets.items():
+                if purpose == GroupPurpose.SHARD or instruction.operator.kind == "train":
+                    self._agree((*key, purpose), f"{purpose} {model.name}", ranks, instruction, weights)
         return weights
 
     def _passes(self, key: tuple[object, ...], model: PlacedModel) -> PassCalls:

@@ -13,13 +13,8 @@ from dataclasses import dataclass, field
 from nccl_rules import Await, Call, Post
 
 from flexrlhf.placement.groups import (
-    COPIES,
-    EXPERTS,
-    SAME_EXPERTS,
-    SHARD,
-    WEIGHTS,
     Group,
-    pipeline_ends,
+    GroupPurpose,
 )
 from flexrlhf.placement.placed import PlacedModel
 
@@ -53,21 +48,21 @@ class PassCalls:
 
     def __post_init__(self) -> None:
         layout, model = self.model.layout, self.model
-        weights = WEIGHTS if layout.cp > 1 else "compute"
+        weights = GroupPurpose.WEIGHTS if layout.cp > 1 else "compute"
         self._same_part = self.group(weights, layout.of_weights.dp_set(self.rank))
         self._dp = self.group("compute", layout.dp_set(self.rank))
         self._cp = self.group("cp", layout.cp_set(self.rank))
         self._stages = self.group("pp", layout.pp_set(self.rank))
-        self._ends = self.group(*pipeline_ends(layout.pp_set(self.rank)))
+        self._ends = self.group(*GroupPurpose.of_ends(layout.pp_set(self.rank)))
         self._tp = self.group("tp", next(ranks for ranks in layout.tp_sets if self.rank in ranks))
-        self._ep = self._same_experts = Group(EXPERTS, (self.rank,))
+        self._ep = self._same_experts = Group(GroupPurpose.EXPERTS, (self.rank,))
         if layout.ep > 1:
-            self._ep = self.group(EXPERTS, layout.ep_set(self.rank))
-            self._same_experts = self.group(SAME_EXPERTS, model.expert_copy_set(self.rank))
+            self._ep = self.group(GroupPurpose.EXPERTS, layout.ep_set(self.rank))
+            self._same_experts = self.group(GroupPurpose.SAME_EXPERTS, model.expert_copy_set(self.rank))
         in_node = model.is_sharded_in_nodes
-        self._shards = self.group(SHARD, model.shard_set(self.rank)) if in_node else self._same_part
+        self._shards = self.group(GroupPurpose.SHARD, model.shard_set(self.rank)) if in_node else self._same_part
         whole = self._same_part if model.split == "whole" else None
-        self._copies = self.group(COPIES, model.copy_set(self.rank)) if in_node else whole
+        self._copies = self.group(GroupPurpose.COPIES, model.copy_set(self.rank)) if in_node else whole
         of_library = model.engine == "deepspeed" and model.trained
         self._in_lockstep = model.split != "whole" or layout.ep > 1 or of_library
         # micro-batches, and tokens that are generated

@@ -15,7 +15,8 @@ from residency_rules import least_and_most
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError
-from flexrlhf.placement.placed import PlacedModel, Placement
+from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Move, Offload, Run, Save, Sync

@@ -24,9 +24,9 @@ from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.strategies.schedule import walk
+from flexrlhf.trainer.evaluation_batches import evaluation_shape, walk_evaluation
 
 NUM_SPECS, BY_DEFAULT = 300, 75
 """Numbers of random specs, in total and in `make test`."""

@@ -19,7 +19,7 @@ from random_specs import valid_specs
 from flexrlhf.config.spec_file import load_spec, parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import TrainPart
-from flexrlhf.placement.groups import EXPERTS, SAME_EXPERTS, Group
+from flexrlhf.placement.groups import Group, GroupPurpose
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.calls import CalledStep, OperatorCall, around_calls
@@ -247,8 +247,8 @@ def test_no_kind_blocks(name: str) -> None:
     actor = plan.placement["actor"].layout
     expected = {
         "cp": actor.cp > 1,
-        EXPERTS: actor.ep > 1,
-        SAME_EXPERTS: 1 < actor.ep < actor.of_weights.dp,
+        GroupPurpose.EXPERTS: actor.ep > 1,
+        GroupPurpose.SAME_EXPERTS: 1 < actor.ep < actor.of_weights.dp,
         "tp": actor.tp > 1,
     }
     assert {purpose for purpose, is_used in expected.items() if is_used} <= purposes

@@ -21,7 +21,7 @@ from flexrlhf.metrics import Outcome
 from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
-from flexrlhf.strategies.schedule import ANEW, RunStart, checkpointed_models, rounds, walk_round
+from flexrlhf.strategies.schedule import ANEW, RunStart, rounds, walk_round
 from flexrlhf.trainer.prompt_attempts import LACKING, TAKEN, next_taken, replacing_positions, taken_positions
 from flexrlhf.trainer.row_ledger import RowLedger, merged_account, outcomes_of
 
@@ -108,7 +108,7 @@ class EmulatedRun:
         if start != ANEW:
             for ledger in self.ledgers:
                 ledger.load(*state.account, start.next_step)
-            kept = checkpointed_models(plan.placement, plan.spec)
+            kept = plan.placement.checkpointed(plan.spec)
             syncs = [each for each in plan.schedule.instructions if isinstance(each, Sync)]
             state.versions.update({each.destination: start.next_step for each in syncs if each.destination not in kept})
 

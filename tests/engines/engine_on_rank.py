@@ -9,7 +9,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, World
 from flexrlhf.engines.base import ContextRanks, Engine, EngineContext, make_engine
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.placement.groups import WEIGHTS
+from flexrlhf.placement.groups import GroupPurpose
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.trainer.loaded_models import stage_ranks
 
@@ -25,7 +25,8 @@ def engine_on_rank(
 
     cp = None
     if layout.cp > 1:
-        cp = ContextRanks(ranks_of("cp", layout.cp_set(rank)), ranks_of(WEIGHTS, layout.of_weights.dp_set(rank)))
+        of_weights = ranks_of(GroupPurpose.WEIGHTS, layout.of_weights.dp_set(rank))
+        cp = ContextRanks(ranks_of("cp", layout.cp_set(rank)), of_weights)
     return make_engine(
         EngineContext(
             placed=model,

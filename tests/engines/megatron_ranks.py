@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.engines.non_finite import NonFiniteStep
-from flexrlhf.placement.groups import compute_groups
+from flexrlhf.placement.groups import Group
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import parts_on
@@ -90,7 +90,7 @@ def run_rank(directory: Path, files: Path, cases: list[str], world: World) -> No
     models = {name: named(name, CASES[name], files) for name in cases}
     groups = world.make_groups(
         dict.fromkeys(
-            group for model in models.values() for group in compute_groups(model) if len(group.ranks) > 1 or group.alone
+            group for model in models.values() for group in Group.of_model(model) if len(group.ranks) > 1 or group.alone
         ),
         SECONDS,
     )

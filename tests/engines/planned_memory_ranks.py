@@ -21,7 +21,7 @@ from flexrlhf.engines.base import Batch, Engine, Loss, Moments, Outputs
 from flexrlhf.engines.host_offload import storage_bytes
 from flexrlhf.engines.megatron.engine import MegatronEngine
 from flexrlhf.operators.columns import Column, Lengths
-from flexrlhf.placement.groups import compute_groups
+from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 
@@ -134,7 +134,7 @@ def measure(case: Case, engine: Engine) -> dict[str, int]:
 
 def run_rank(directory: Path, cases: dict[str, Case], world: World) -> None:
     models = {name: case.placed(name) for name, case in cases.items()}
-    required = [group for model in models.values() for group in compute_groups(model)]
+    required = [group for model in models.values() for group in Group.of_model(model)]
     groups = world.make_groups(dict.fromkeys(each for each in required if len(each.ranks) > 1 or each.alone), SECONDS)
     found = {
         name: measure(case, engine_on_rank(models[name], world, groups, LENGTHS, 0, 3))

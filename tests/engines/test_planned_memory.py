@@ -19,7 +19,8 @@ from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing
 from flexrlhf.operators.columns import COLUMNS, Lengths
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placement import Placement
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import ModelShape, model_shape
 

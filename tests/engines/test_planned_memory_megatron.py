@@ -13,7 +13,7 @@ from planned_memory_ranks import ALONE, LENGTHS, ROWS, TOGETHER, Case
 
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.placement import Placement
 from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import model_shape
 

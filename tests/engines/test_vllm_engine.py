@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 from transformers import AutoModelForCausalLM
 
+from flexrlhf.placement.placement import Placement
+
 pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
@@ -63,7 +65,6 @@ from flexrlhf.engines.vllm.restarts import RolloutProcessError  # noqa: E402
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing  # noqa: E402
 from flexrlhf.memory.engine_bytes import model_state  # noqa: E402
 from flexrlhf.operators.columns import Lengths  # noqa: E402
-from flexrlhf.placement.placed import Placement  # noqa: E402
 from flexrlhf.runs.model_directory import save_adapters, save_model  # noqa: E402
 from flexrlhf.weights.lora import with_adapters  # noqa: E402
 from flexrlhf.weights.shapes import model_shape  # noqa: E402

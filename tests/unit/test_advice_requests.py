@@ -20,7 +20,6 @@ from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.inputs import lengths_for
 from flexrlhf.guideline.simulation.simulate import simulate
-from flexrlhf.placement.rollout import padded_row
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits, tightest_rank
@@ -227,7 +226,7 @@ def leanest(spec: Spec) -> Iterator[Spec]:
             }
             kept = {name: value for name, value in lean.items() if name not in model.model_fields_set}
             models[role] = model.model_copy(update=kept)
-        rollout = spec.rollout.model_copy(update={"tp": rollout_tp, "kv_tokens": padded_row(spec)})
+        rollout = spec.rollout.model_copy(update={"tp": rollout_tp, "kv_tokens": spec.padded_row})
         yield spec.model_copy(
             update={"models": spec.models.model_copy(update=models), "rollout": rollout, "placement": None}
         )

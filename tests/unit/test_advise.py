@@ -49,6 +49,7 @@ from flexrlhf.guideline.advice.searched_step import FORBIDDEN
 from flexrlhf.guideline.advice.space import Space, make_space, with_schedule
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS, OVERHEADS, AnalyticCosts, RunOverheads
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
+from flexrlhf.guideline.costs.relations import RELATIONS
 from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, SearchProblem
@@ -58,7 +59,6 @@ from flexrlhf.guideline.simulation.lengths import expected_lengths, read_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.memory.states import kv_cache_bytes
-from flexrlhf.placement.routes import RELATIONS
 from flexrlhf.plan.changes import enlarged
 from flexrlhf.plan.largest_batch import with_prompts
 from flexrlhf.plan.pipeline import make_plan

@@ -20,7 +20,6 @@ from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.engines.base import Engine
 from flexrlhf.errors import UserError
 from flexrlhf.memory.packed_rows import PACKED_FAMILIES
-from flexrlhf.placement.place import with_placed_dtypes
 from flexrlhf.plan import model_checks
 from flexrlhf.plan.model_checks import check_device, check_packages
 from flexrlhf.plan.plan import Plan
@@ -426,7 +425,7 @@ def test_a_class_without_bfloat16_has_the_type_that_is_named_for_it() -> None:
     plan = plan_of(pinned, 4, MIXED, *settings)
     found = {name: plan.placement[name].settings.dtype for name in ("actor", "actor.shadow", "ref", "reward")}
     assert found == {"actor": "bfloat16", "actor.shadow": "float16", "ref": "float16", "reward": "float32"}
-    actor = with_placed_dtypes(plan.spec, plan.placement).models.actor
+    actor = plan.placement.as_placed(plan.spec).models.actor
     assert actor is not None and (actor.dtype, actor.of_shadow.dtype) == ("bfloat16", "float16")
     everywhere = plan_of({name: {"ranks": [0, 1, 2, 3]} for name in homes[:4]}, 4, MIXED, *settings)
     assert everywhere.placement["actor"].settings.dtype == "float16"

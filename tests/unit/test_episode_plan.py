@@ -26,13 +26,13 @@ from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.episodes import episodes
 from flexrlhf.objectives.reward_shaping import weighted_scores
 from flexrlhf.operators.outcomes import EPISODE_STATES, failed_state
+from flexrlhf.plan.overlap import overlapping_operators
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
+from flexrlhf.plan.repeated_turns import repeated_turns
 from flexrlhf.plan.schedule_text import schedule_table
 from flexrlhf.report.look import InstructionStyles
 from flexrlhf.strategies.instructions import Instruction, Move, Run
-from flexrlhf.strategies.overlap import overlapping_operators
-from flexrlhf.strategies.repeated_turns import repeated_turns
 from flexrlhf.trainer.controllers import Controllers
 
 GAME = "environment={path: game.py:Game, max_turns: 2}"

@@ -22,10 +22,10 @@ from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.schedule_text import schedule_table
-from flexrlhf.strategies.evaluation_batches import EvaluationShape, evaluation_shape, walk_evaluation
 from flexrlhf.strategies.instructions import Eval, Move, Run, Save
 from flexrlhf.strategies.residency import resident_models
 from flexrlhf.text import rank_marks
+from flexrlhf.trainer.evaluation_batches import EvaluationShape, evaluation_shape, walk_evaluation
 
 HELD_OUT = "eval={path: held_out.jsonl, every: 2}"
 SIX = [0.5] * 6

@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.strategies.evaluation_batches import evaluation_shape
+from flexrlhf.trainer.evaluation_batches import evaluation_shape
 
 SHARES = [(), (2, 1), (1, 0, 1), (312, 125, 125), (1, 1, 1, 1, 1), (Fraction(1, 3), Fraction(1, 7))]
 

@@ -31,7 +31,7 @@ from flexrlhf.memory.packed_rows import TextGroup, largest_pass, packs_texts
 from flexrlhf.memory.rank_memory import RankMemory, Start, rank_memory
 from flexrlhf.memory.states import PerParameter, State, sliced_elements, trained_units
 from flexrlhf.memory.transfer_bytes import UNDER_WAY, saved_model, saving_parts, sync_parts, writing_bytes
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run
 from flexrlhf.strategies.residency import DeviceMemory

@@ -15,7 +15,7 @@ from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.place import place
-from flexrlhf.placement.placed import Placement
+from flexrlhf.placement.placement import Placement
 from flexrlhf.placement.ratios import DeviceRequest, Roles, pack
 
 Ranks = tuple[int, ...]

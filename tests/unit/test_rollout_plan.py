@@ -18,12 +18,12 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout, received_share
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.model_checks import check_run_engines
+from flexrlhf.plan.overlap import overlapping_operators
 from flexrlhf.plan.pipeline import resolve
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.rollout_engine import with_rollout
 from flexrlhf.strategies.instructions import Eval, Move, Run, Sync
-from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.weights.shards import parts_on
 from flexrlhf.weights.transfers import overlap

@@ -9,7 +9,8 @@ from fractions import Fraction
 import pytest
 
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.routes import Holdings, Primitive, Transfer, primitive_of, route
+from flexrlhf.placement.transfer import Primitive, Transfer
+from flexrlhf.strategies.routes import Holdings, primitive_of, route
 
 
 def holdings(layout: Layout, shape: BatchShape, ranks: tuple[int, ...] | None = None) -> Holdings:

@@ -19,12 +19,12 @@ from flexrlhf.data import quickstart
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.plan.overlap import overlapping_operators
 from flexrlhf.plan.pipeline import make_plan, make_plans
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.schedule_text import schedule_table
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
-from flexrlhf.strategies.overlap import overlapping_operators
 from flexrlhf.strategies.schedule import walk
 from flexrlhf.text import rank_marks, span_of
 

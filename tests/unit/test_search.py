@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fast_walk import overlaps_of, play
+from flexrlhf.guideline.costs.relations import Relation
 from flexrlhf.guideline.search.assignments import clock
 from flexrlhf.guideline.search.bounds import UNDECIDED, PartialAssignments, areas_of, floors_of, partial_bound
 from flexrlhf.guideline.search.branch_and_bound import search
@@ -33,7 +34,6 @@ from flexrlhf.guideline.search.problem import (
     SearchTask,
 )
 from flexrlhf.guideline.search.tables import tables_of
-from flexrlhf.placement.routes import Relation
 
 SCALE = {"same": 0.2, "overlapping": 0.5, "disjoint": 1.0}
 

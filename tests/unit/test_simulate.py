@@ -29,7 +29,7 @@ from flexrlhf.guideline.simulation.simulate import Simulation, flows_of, simulat
 from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds, walk_steps
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.routes import Primitive
+from flexrlhf.placement.transfer import Primitive
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Run, Save, Sync

@@ -19,7 +19,8 @@ from flexrlhf.memory.packed_rows import largest_pass
 from flexrlhf.memory.states import trained_units, with_fused_layers
 from flexrlhf.memory.transfer_bytes import copied_bytes, saved_model
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.memory_text import planned_memory
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.strategies.instructions import Run

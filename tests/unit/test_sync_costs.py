@@ -13,9 +13,9 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Links
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights, sync_traffic
+from flexrlhf.guideline.costs.relations import relation_of
 from flexrlhf.guideline.simulation.pricing import side_of
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.routes import relation_of
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import part_elements, trained_parts
 from flexrlhf.weights.sync_plan import sync_links

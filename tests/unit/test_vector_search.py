@@ -17,6 +17,7 @@ from flexrlhf.guideline.advice.proposals import spec_of
 from flexrlhf.guideline.advice.searched_step import FORBIDDEN
 from flexrlhf.guideline.advice.space import make_space, with_schedule
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
+from flexrlhf.guideline.costs.relations import Relation
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import (
@@ -35,7 +36,6 @@ from flexrlhf.guideline.search.vectors import sizes_of
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.placement.cluster import Cluster, Device
 from flexrlhf.placement.ratios import Roles, assign_ranks
-from flexrlhf.placement.routes import Relation
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.strategies.instructions import Offload
 from tests.unit.test_advise import random_assignment, spec_for

@@ -10,11 +10,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import (
-    FREE_PAGES,
-    OFFLOADS_GRAPHS,
-    most_rows_at_once,
-    most_step_tokens,
-    offloads_graphs,
+    PagedCache,
 )
 from flexrlhf.weights.lora import rank_in_vllm
 from flexrlhf.weights.shards import COLUMNWISE, ROWWISE
@@ -47,13 +43,13 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
     """
     rollout, settings = model.rollout, model.settings
     assert rollout is not None, f"{model.name} is no rollout engine"
-    texts = settings.generate_tokens, lengths.prompt, lengths.response
-    defaults = {"max_num_seqs": most_rows_at_once(*texts), "max_num_batched_tokens": most_step_tokens(*texts)}
+    cache = PagedCache(settings.generate_tokens, lengths.prompt, lengths.response)
+    defaults = {"max_num_seqs": cache.most_rows, "max_num_batched_tokens": cache.most_step_tokens}
     return {
         **defaults,
         # vLLM's check of free memory assumes that the device is not shared
         "gpu_memory_utilization": 0.01,
-        "watermark": FREE_PAGES,
+        "watermark": cache.FREE,
         **rollout.config,
         **({} if settings.lora is None else _adapter_arguments(model.role, settings.lora)),
         "runner": "generate",
@@ -67,7 +63,7 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
         "enforce_eager": device == "cpu" or not rollout.cuda_graphs,
         # memory of sleep mode cannot be shared with the rank of a child
         "enable_sleep_mode": device != "cpu" and rollout.process == "inline",
-        OFFLOADS_GRAPHS: device != "cpu" and offloads_graphs(rollout),
+        rollout.OFFLOADS_GRAPHS: device != "cpu" and rollout.offloads_graphs,
         "logprobs_mode": "processed_logprobs",
         # responses end as Sampling defines, and only their tokens are read
         "skip_tokenizer_init": True,

@@ -26,8 +26,8 @@ from flexrlhf.memory.transfer_bytes import UNDER_WAY, saved_model, saving_parts,
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel, Placement
-from flexrlhf.placement.rollout import own_adapters
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.plan import own_texts
 from flexrlhf.weights.shapes import ModelShape
 
@@ -183,7 +183,7 @@ class FigureMaker:
         assert base is not None, f"{name.role} is resolved"
         settings = base.of_shadow if name.copy else base
         if name.is_rollout:
-            adapters = own_adapters(base, rollout)
+            adapters = rollout.own_adapters(base)
             settings = ModelSpec(engine=rollout.engine, dtype=rollout.dtype or base.dtype, lora=adapters)
         elsewhere = Layout((len(placed.ranks),))
         return PlacedModel(name, elsewhere, not name.copy, settings, rollout if name.is_rollout else None, placed.head)

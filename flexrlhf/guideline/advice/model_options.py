@@ -23,7 +23,6 @@ from flexrlhf.guideline.simulation.calls import CallMaker
 from flexrlhf.memory.packed_rows import decodes_in_slots
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import padded_row
 from flexrlhf.weights.shapes import ModelShape
 
 STEP = 1.25
@@ -197,7 +196,7 @@ class OptionEnumerator:
         found = (sharded.placed.settings for sharded, _ in figures)
         splits = {(settings.tp, settings.pp): settings for settings in found}
         for settings in splits.values():
-            row, most = padded_row(self.spec), max(1, self.tried.most_rows(layout_of(mesh, settings)))
+            row, most = self.spec.padded_row, max(1, self.tried.most_rows(layout_of(mesh, settings)))
             yield from (settings.model_copy(update={"generate_tokens": row * number}) for number in _spread(most))
 
     def _figures(self, model: SearchModel, mesh: UniformMesh) -> tuple[tuple[ShardedModel, tuple[_Figures, ...]], ...]:

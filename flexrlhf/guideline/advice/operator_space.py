@@ -31,6 +31,7 @@ from flexrlhf.guideline.advice.searched_step import is_allowed
 from flexrlhf.guideline.advice.sketch import CopySync, PlacedCall, SearchModel, Sketch, name_of
 from flexrlhf.guideline.advice.space import GAP, Space, lies_in_nodes, make_space
 from flexrlhf.guideline.costs.cost_model import CostModel
+from flexrlhf.guideline.costs.relations import Relation
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import (
     Assignment,
@@ -49,9 +50,8 @@ from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.placed import ROLLOUT, SHADOW, ModelName, PlacedModel, Placement
-from flexrlhf.placement.rollout import own_adapters
-from flexrlhf.placement.routes import Relation
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.pipeline import placeable_graph
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
@@ -114,7 +114,7 @@ class OperatorSketch(Sketch):
         is_rollout, is_kept = self.is_of_rollout(part), self.is_kept(part)
         rollout = self.spec.rollout if is_rollout else None
         if rollout is not None:
-            lora = own_adapters(settings, rollout)
+            lora = rollout.own_adapters(settings)
             settings = ModelSpec(engine=rollout.engine, dtype=rollout.dtype or settings.dtype, lora=lora)
         return PlacedModel(
             name,
@@ -161,7 +161,7 @@ class OperatorSpace(Space):
             calls[self.sketch.part_of(run.model)].append(PlacedCall.of(run))
         return {
             name: SearchModel(
-                ModelName.of(each.role, ROLLOUT if self.sketch.is_of_rollout(name) else ""),
+                ModelName.rollout_of(each.role) if self.sketch.is_of_rollout(name) else ModelName(each.role),
                 each.kind == "train",
                 tuple(calls[name]),
                 "causal" if self.sketch.is_of_rollout(name) else self.roles.heads[each.role],
@@ -186,8 +186,9 @@ class OperatorSpace(Space):
     def _syncs_of(self, part: str) -> Iterator[CopySync]:
         """Yield the syncs of a part, with partners named as copies of a role are where ratios place them."""
         for sync in self.sketch.syncs_of(self.sketch.placement.operators[part]):
-            kind = ROLLOUT if self.sketch.is_of_rollout(self.sketch.part_of(sync.partner)) else SHADOW
-            yield replace(sync, partner=ModelName.of(sync.partner.role, kind if sync.partner.copy else ""))
+            role, is_rollout = sync.partner.role, self.sketch.is_of_rollout(self.sketch.part_of(sync.partner))
+            copy = ModelName.rollout_of(role) if is_rollout else ModelName.shadow_of(role)
+            yield replace(sync, partner=copy if sync.partner.copy else ModelName(role))
 
     def _options_of(self, part: str, shape: MeshShape) -> tuple[Option, ...]:
         """Return the options of an operator on a mesh."""

@@ -12,6 +12,7 @@ from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.sketch import Sketch, name_of
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
+from flexrlhf.guideline.costs.relations import Relation
 from flexrlhf.guideline.search.link_times import LinkTimes
 from flexrlhf.guideline.search.problem import LinkEnd, LinkSeconds, RowTransfer, SearchSync, SearchTask
 from flexrlhf.guideline.simulation.inputs import TextLengths
@@ -23,7 +24,6 @@ from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.ratios import Roles
-from flexrlhf.placement.routes import Relation
 from flexrlhf.plan.router_replay import run_lengths
 from flexrlhf.strategies.instructions import Run, Sync
 from flexrlhf.weights.shapes import ModelShape

@@ -11,17 +11,16 @@ from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.calls import texts_per_row
+from flexrlhf.guideline.simulation.column_writers import ColumnWriters
 from flexrlhf.guideline.simulation.model_free_costs import source_section
 from flexrlhf.operators.graph import Graph, OperatorKind
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ROLLOUT, ModelName, PlacedModel, Placement
+from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placement import Placement
 from flexrlhf.placement.ratios import Roles
-from flexrlhf.placement.rollout import own_adapters
 from flexrlhf.plan.engine_checks import check_operators
 from flexrlhf.plan.pipeline import run_graph
-from flexrlhf.strategies.column_writers import ColumnWriters
 from flexrlhf.strategies.instructions import Instruction, Run, Sync
-from flexrlhf.strategies.residency import sleepers
 from flexrlhf.strategies.strategy import STRATEGIES
 
 PlacedCallKind = OperatorKind | Literal["switch"]
@@ -149,7 +148,7 @@ class Sketch:
         """Names of the placed models, in vector order."""
         if self.has_shadows:
             return self.roles.with_shadows
-        engine = () if self.roles.rollout is None else (ModelName.of(self.roles.rollout, ROLLOUT),)
+        engine = () if self.roles.rollout is None else (ModelName.rollout_of(self.roles.rollout),)
         return self.roles.without_shadows + engine
 
     @cached_property
@@ -160,7 +159,7 @@ class Sketch:
         """
         rank_of = {name: number for number, name in enumerate(self.names)}
         if not self.has_shadows and self.roles.rollout is not None:
-            rank_of[ModelName.of(self.roles.rollout, ROLLOUT)] = rank_of[ModelName(self.roles.rollout)]
+            rank_of[ModelName.rollout_of(self.roles.rollout)] = rank_of[ModelName(self.roles.rollout)]
         return Placement(tuple(self._sketched(name, rank_of[name]) for name in self.names), len(self.names))
 
     def _sketched(self, name: ModelName, rank: int) -> PlacedModel:
@@ -169,7 +168,7 @@ class Sketch:
         rollout = self.spec.rollout if name.is_rollout else None
         own = settings.of_shadow if name.is_shadow else settings
         if rollout is not None:
-            lora = own_adapters(settings, rollout)
+            lora = rollout.own_adapters(settings)
             own = ModelSpec(engine=rollout.engine, dtype=rollout.dtype or settings.dtype, lora=lora)
         return PlacedModel(name, Layout((rank,)), name in self.roles.trained, own, rollout, self.head(name))
 
@@ -234,7 +233,7 @@ class Sketch:
     def sleeper(self) -> str | None:
         """Rollout engine on the ranks of the trained copy, if it is offloaded after its last call until weights are
         sent."""
-        return next(iter(sleepers(self.placement)), None)
+        return next(iter(self.placement.sleepers), None)
 
     def models(self, offloaded: Collection[str], is_lean: bool) -> Iterator[SearchModel]:
         """Yield the placed models with their calls, in vector order.

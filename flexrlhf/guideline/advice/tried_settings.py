@@ -16,7 +16,7 @@ from flexrlhf.guideline.advice.uniform_mesh import UniformMesh
 from flexrlhf.guideline.simulation.calls import row_patterns
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import padded_row, rollout_settings
+from flexrlhf.placement.rollout import rollout_settings
 from flexrlhf.plan.changes import LONG_ROW
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
 
@@ -186,7 +186,7 @@ class TriedSettings:
 
     def rollouts(self, base: ModelSpec, layout: Layout, rollout: RolloutSpec) -> Iterator[ModelSpec]:
         """Settings of a rollout engine, with room for the keys and values of more or fewer rows."""
-        room = [padded_row(self.spec) * rows for rows in self._row_counts(layout, CACHE_SHARES)]
+        room = [self.spec.padded_row * rows for rows in self._row_counts(layout, CACHE_SHARES)]
         room = room if rollout.kv_tokens is None else [rollout.kv_tokens]
         sized = rollout.model_copy(update={"kv_tokens": room[-1]})
         largest = rollout_settings(base, layout, self.spec.model_copy(update={"rollout": sized}))

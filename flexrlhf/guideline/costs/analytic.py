@@ -14,7 +14,7 @@ from flexrlhf.guideline.costs.links import sync_cost, travel_seconds
 from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, DecodeProfile, EngineProfile, read_table
 from flexrlhf.guideline.costs.training import forward_cost, train_cost
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.routes import Primitive
+from flexrlhf.placement.transfer import Primitive
 
 
 @dataclass(frozen=True)

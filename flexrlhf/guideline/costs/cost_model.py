@@ -11,7 +11,7 @@ from flexrlhf.config.model_settings import Head
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.routes import Primitive
+from flexrlhf.placement.transfer import Primitive
 from flexrlhf.weights.decoder_sizes import DecoderSizes
 from flexrlhf.weights.model_files import LANGUAGE_HEAD
 from flexrlhf.weights.shapes import ModelShape, count_elements

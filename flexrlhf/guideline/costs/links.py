@@ -16,7 +16,8 @@ from pathlib import Path
 
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel, Links, Traffic
 from flexrlhf.guideline.costs.profiles import named_rows, read_table
-from flexrlhf.placement.routes import Primitive, Relation
+from flexrlhf.guideline.costs.relations import Relation
+from flexrlhf.placement.transfer import Primitive
 
 Curve = Callable[[float], float]
 """Time by bytes."""

@@ -26,7 +26,7 @@ from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, Mode
 from flexrlhf.guideline.costs.profiles import DECODERS
 from flexrlhf.guideline.costs.training import layer_products, parts_traffic, replica_sum_seconds
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.routes import Primitive
+from flexrlhf.placement.transfer import Primitive
 
 GRADIENT_BYTES = 4
 """Bytes of a trained parameter's gradient when it is summed over replicas and updates its weight."""

@@ -10,7 +10,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Me
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.routes import Primitive
+from flexrlhf.placement.transfer import Primitive
 
 CallWork = tuple[CallKind, str, Transformer]
 """Kind of a call, its engine, its model."""

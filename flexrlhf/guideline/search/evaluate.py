@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from flexrlhf.guideline.costs.relations import mesh_relation
 from flexrlhf.guideline.search.problem import (
     Assignment,
     LinkEnd,
@@ -17,7 +18,6 @@ from flexrlhf.guideline.search.problem import (
     whole_end,
 )
 from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds
-from flexrlhf.placement.routes import mesh_relation
 
 
 @dataclass(frozen=True)

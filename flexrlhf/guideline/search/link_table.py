@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
+from flexrlhf.guideline.costs.relations import RELATIONS
 from flexrlhf.guideline.search.evaluate import Link
 from flexrlhf.guideline.search.link_times import LinkTimes
 from flexrlhf.guideline.search.part_table import SHAPE_STEP, Bools, Floats, Ints, PartTable, fitting
 from flexrlhf.guideline.search.problem import LinkSide
-from flexrlhf.placement.routes import RELATIONS
 
 
 @dataclass(frozen=True, eq=False)

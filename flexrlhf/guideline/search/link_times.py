@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from flexrlhf.guideline.costs.relations import RELATIONS, Relation
 from flexrlhf.guideline.search.problem import LinkEnd, LinkSeconds
-from flexrlhf.placement.routes import RELATIONS, Relation
 
 
 @dataclass(eq=False)

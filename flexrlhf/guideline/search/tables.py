@@ -8,11 +8,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from flexrlhf.guideline.costs.relations import RELATIONS
 from flexrlhf.guideline.search.evaluate import CallGraph, call_graph
 from flexrlhf.guideline.search.link_table import LinkTable, link_sides, link_table
 from flexrlhf.guideline.search.part_table import Floats, Ints, PartTable, part_table
 from flexrlhf.guideline.search.problem import MeshShape, SearchProblem
-from flexrlhf.placement.routes import RELATIONS
 
 SAME, OVERLAPPING, DISJOINT = range(len(RELATIONS))
 

@@ -28,7 +28,7 @@ from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import CallKind, Operator
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import FREE_PAGES
+from flexrlhf.placement.rollout import PagedCache
 from flexrlhf.weights.lora import num_adapters_in_vllm
 from flexrlhf.weights.shapes import ModelShape
 
@@ -273,7 +273,7 @@ def _passes_of(
 
 def _pages(model: PlacedModel, most_rows: int) -> Pages:
     """Return the pages of the cache of a rollout engine that decodes at most so many rows at a time."""
-    return Pages(model.settings.generate_tokens, most_rows, FREE_PAGES, model.facts.cache_block / 2)
+    return Pages(model.settings.generate_tokens, most_rows, PagedCache.FREE, model.facts.cache_block / 2)
 
 
 def _blocks(prompts: int, most: int) -> Iterator[int]:

@@ -23,6 +23,7 @@ from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
 from flexrlhf.guideline.costs.scaled import ScaledCosts, Work
 from flexrlhf.guideline.simulation.calls import engine_of
+from flexrlhf.guideline.simulation.column_writers import ColumnWriters
 from flexrlhf.guideline.simulation.episode_prices import EpisodePrices
 from flexrlhf.guideline.simulation.inputs import (
     CostSource,
@@ -35,7 +36,6 @@ from flexrlhf.guideline.simulation.inputs import (
 )
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.column_writers import ColumnWriters
 from flexrlhf.strategies.instructions import Instruction, Offload, Reload, Run, Sync
 from flexrlhf.timeline import Span
 

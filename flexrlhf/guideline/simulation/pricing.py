@@ -15,6 +15,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
+from flexrlhf.guideline.costs.relations import relation_of
 from flexrlhf.guideline.simulation.calls import CallMaker, replica_rows, texts_per_row
 from flexrlhf.guideline.simulation.episode_prices import EpisodePrices, crowding
 from flexrlhf.guideline.simulation.inputs import TextLengths
@@ -25,7 +26,6 @@ from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.routes import relation_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import (
     Checkpoint,

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import zip_longest
 
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.routes import Transfer
+from flexrlhf.placement.transfer import Transfer
 from flexrlhf.strategies.instructions import Eval, Move, Run
 
 

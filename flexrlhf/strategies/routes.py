@@ -11,23 +11,12 @@ A transfer is the rows of one column that one rank sends to another. The primiti
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
 
-Primitive = Literal["none", "all_gather", "point_to_point", "all_to_all"]
+from flexrlhf.placement.transfer import Primitive, Transfer
+
 Holdings = dict[int, set[int]]
 """Prompts of one column, by rank."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Rows of ``prompts`` of one column, from one rank to another."""
-
-    column: str
-    source: int
-    destination: int
-    prompts: tuple[int, ...]
 
 
 def route(column: str, produced: Holdings, available: Holdings, needed: Holdings) -> list[Transfer]:
@@ -93,22 +82,3 @@ def _is_all_gather(payloads: dict[int, dict[int, list[tuple[str, tuple[int, ...]
             return False
         sizes.add(tuple((column, len(prompts)) for column, prompts in contents[0]))
     return len(sizes) == 1
-
-
-Relation = Literal["same", "overlapping", "disjoint"]
-RELATIONS: tuple[Relation, ...] = ("same", "overlapping", "disjoint")
-
-
-def relation_of(first: Collection[int], second: Collection[int]) -> Relation:
-    """Relation of two sets of ranks."""
-    both = set(first) & set(second)
-    if not both:
-        return "disjoint"
-    return "same" if len(both) == len(first) == len(second) else "overlapping"
-
-
-def mesh_relation(start: int, size: int, other_start: int, other_size: int) -> Relation:
-    """Relation of two runs of devices, each given by its first device and its size."""
-    if start == other_start and size == other_size:
-        return "same"
-    return "overlapping" if start < other_start + other_size and other_start < start + size else "disjoint"
