@@ -66,6 +66,11 @@ class ClusterSpec(StrictModel):
     )
 
     @property
+    def num_nodes(self) -> int:
+        """Number of nodes; devices that are given as one number are on one."""
+        return sum(node.count for node in self.nodes) if self.nodes else 1
+
+    @property
     def num_devices(self) -> int:
         """Number of devices: given, else those of the nodes, else 1."""
         return self.devices or sum(node.count * node.devices for node in self.nodes) or 1

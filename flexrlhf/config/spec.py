@@ -503,6 +503,13 @@ class Spec(StrictModel):
         texts = tuple((role, model.max_text_tokens or LONGER * (prompt + response)) for role, model in own)
         return Lengths(prompt, response, texts)
 
+    @property
+    def syncs_overlap(self) -> bool:
+        """Whether the syncs of shadows overlap what comes next, between ranks that they do not have in common."""
+        if self.sync.overlap == "auto":
+            return self.schedule.lag > 0 or self.cluster.num_nodes > 1
+        return self.sync.overlap
+
     def with_device(self, device: str) -> Spec:
         """Return the spec with ``cluster.device`` set to cpu or cuda, for ranks that must not choose by themselves."""
         return self.model_copy(update={"cluster": self.cluster.model_copy(update={"device": device})})

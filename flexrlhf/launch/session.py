@@ -42,7 +42,7 @@ from flexrlhf.plan.run_data import examples_of
 from flexrlhf.plan.run_tokenizer import load_run_tokenizer
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.runs.run_directory import read_lines
-from flexrlhf.strategies.calls import CalledStep, OperatorCall, called_schedule
+from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Offload, Release, Reload, Run
 from flexrlhf.text import counted
 
@@ -276,7 +276,7 @@ class Session:
         if self._last is None:
             raise UserError("session: trace() before a step has ended; call it behind the loop over prompts()")
         called, step = self._last.called.instructions, self._last.step
-        schedule = called_schedule(self.plan.schedule.instructions, called, step)
+        schedule = self.plan.schedule.as_called(called, step)
         return replace(self.plan, schedule=schedule)
 
     def column(self, batch: CalledBatch, name: str) -> Tensor:

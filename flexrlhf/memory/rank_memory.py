@@ -74,6 +74,44 @@ class RankMemory:
         parts = [size for phase in self.phases for size in phase.parts.values()]
         return None not in self.states.values() and None not in parts
 
+    @classmethod
+    def of(
+        cls,
+        sizing: Sizing,
+        rank: int,
+        work: Iterable[tuple[Work, frozenset[ModelName]]],
+        start: Start | None = None,
+        in_flight: int = 0,
+    ) -> RankMemory:
+        """Return the memory plan of ``rank``.
+
+        work:       in order, each with the models that are offloaded or released.
+        start:      None if nothing is offloaded: all that is loaded then stays on the device.
+        in_flight:  bytes of rows that are generated and not trained on yet.
+        """
+        kept = frozenset[ModelName]() if start is None else start.kept
+        states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}
+        first = () if start is None else _starting(states, start)
+        largest: dict[tuple[str, str], Phase] = {(phase.kind, phase.model): phase for phase in first}
+        works = dict.fromkeys(work)
+        graphs = _graphs_on_host(states, frozenset[ModelName]().union(*(absent for _, absent in works)) - kept)
+        lasting = graphs + _lasting_host_bytes(sizing, rank, {item for item, _ in works})
+        under_way = dict(_under_way(sizing, rank, {item for item, _ in works}))
+        if in_flight:
+            under_way[ROWS] = in_flight
+        for item, absent in works:
+            for bare in sizing.phases(item, rank):
+                own = 0 if isinstance(item, Compute | Copying) else bare.host
+                phase = replace(bare, host=own + lasting, parts={**bare.parts, **under_way})
+                if isinstance(item, WeightSync) and item.wakes:
+                    phase = _with_states(phase, {**states, **_without_cache(states, item.destination)}, absent, kept)
+                else:
+                    phase = _with_states(phase, states, absent, kept)
+                known = largest.setdefault((phase.kind, phase.model), phase)
+                if phase.total > known.total:
+                    largest[phase.kind, phase.model] = phase
+        return cls(rank, states, tuple(largest.values()), sizing.loading_bytes(rank), sizing.loads_whole(rank))
+
 
 @dataclass(frozen=True)
 class Start:
@@ -92,40 +130,14 @@ class Start:
     kept: frozenset[ModelName]
     read: frozenset[ModelName]
 
-
-def rank_memory(
-    sizing: Sizing,
-    rank: int,
-    work: Iterable[tuple[Work, frozenset[ModelName]]],
-    start: Start | None = None,
-    in_flight: int = 0,
-) -> RankMemory:
-    """Return the memory plan of ``rank``.
-
-    work:       in order, each with the models that are offloaded or released.
-    start:      None if nothing is offloaded: all that is loaded then stays on the device.
-    in_flight:  bytes of rows that are generated and not trained on yet.
-    """
-    kept = frozenset[ModelName]() if start is None else start.kept
-    states = {model.name: sizing.state(model, rank) for model in sizing.placement.on_rank(rank)}
-    first = () if start is None else _starting(states, start)
-    largest: dict[tuple[str, str], Phase] = {(phase.kind, phase.model): phase for phase in first}
-    works = dict.fromkeys(work)
-    graphs = _graphs_on_host(states, frozenset[ModelName]().union(*(absent for _, absent in works)) - kept)
-    lasting = graphs + _lasting_host_bytes(sizing, rank, {item for item, _ in works})
-    under_way = {**_under_way(sizing, rank, {item for item, _ in works}), **({ROWS: in_flight} if in_flight else {})}
-    for item, absent in works:
-        for bare in sizing.phases(item, rank):
-            own = 0 if isinstance(item, Compute | Copying) else bare.host
-            phase = replace(bare, host=own + lasting, parts={**bare.parts, **under_way})
-            if isinstance(item, WeightSync) and item.wakes:
-                phase = _with_states(phase, {**states, **_without_cache(states, item.destination)}, absent, kept)
-            else:
-                phase = _with_states(phase, states, absent, kept)
-            known = largest.setdefault((phase.kind, phase.model), phase)
-            if phase.total > known.total:
-                largest[phase.kind, phase.model] = phase
-    return RankMemory(rank, states, tuple(largest.values()), sizing.loading_bytes(rank), sizing.loads_whole(rank))
+    def most_loading_bytes(self, states: Mapping[ModelName, State | None]) -> int:
+        """Return the most bytes on the device while models are loaded, in the order that needs most."""
+        known = {name: states[name] or State(0) for name in self.loaded}
+        lasting = {
+            name: state.resting - state.freed if name in self.away else state.loaded for name, state in known.items()
+        }
+        own = (state.loaded + state.at_load - lasting[name] for name, state in known.items())
+        return sum(lasting.values()) + max(own, default=0)
 
 
 def _starting(states: Mapping[ModelName, State | None], start: Start) -> tuple[Phase, ...]:
@@ -141,16 +153,6 @@ def _starting(states: Mapping[ModelName, State | None], start: Start) -> tuple[P
         if name in start.read:
             resume.append(Phase("resume", name, {}, alone + state.freed * (name in start.movable)))
     return tuple(max(phases, key=lambda phase: phase.total) for phases in (load, resume) if phases)
-
-
-def most_loading_bytes(states: Mapping[ModelName, State | None], start: Start) -> int:
-    """Return the most bytes on the device while models are loaded, in the order that needs most."""
-    known = {name: states[name] or State(0) for name in start.loaded}
-    lasting = {
-        name: state.resting - state.freed if name in start.away else state.loaded for name, state in known.items()
-    }
-    own = (state.loaded + state.at_load - lasting[name] for name, state in known.items())
-    return sum(lasting.values()) + max(own, default=0)
 
 
 def _lasting_host_bytes(sizing: Sizing, rank: int, works: Iterable[Work]) -> int:

@@ -46,10 +46,3 @@ def graph_bytes(sizes: Sizes, pp: int, rows: int) -> int:
 def _captured_sizes(most: int) -> list[int]:
     """Return the numbers of tokens whose passes vLLM captures."""
     return [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, MOST_CAPTURED + 1, 16)) if size <= most]
-
-
-def vllm_communicators(model: PlacedModel, has_experts: bool) -> int:
-    """Return the communicators of NCCL that vLLM has of its own on each rank: of ``tp``, of experts among the same
-    ranks, and two between stages. Each has as much memory as one of ours: 0.48 GB for ``tp`` 8 (vLLM PR 46234)."""
-    tp, pp = model.settings.tp > 1, model.settings.pp > 1
-    return tp + (tp and has_experts) + 2 * pp

@@ -187,6 +187,13 @@ class Operator:
         """Columns of the further texts that ``extra_loss`` trains on."""
         return tuple(name for name in self.reads if self.extra_loss and name.endswith(f".{self.extra_loss}"))
 
+    def columns_read(self, attempt: int | None, of_attempt: int | None) -> tuple[str, ...]:
+        """Return the columns that ``operator`` in ``attempt`` reads of the rows of another one; None: of all rows."""
+        if None in (attempt, of_attempt) or attempt == of_attempt:
+            return self.reads
+        assert attempt is not None and of_attempt is not None
+        return self.earlier if of_attempt < attempt else ()
+
 
 @dataclass(frozen=True)
 class Graph:

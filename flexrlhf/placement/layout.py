@@ -344,11 +344,6 @@ class BatchShape:
         return tuple(prompt * n + sample for prompt in prompts for sample in range(n))
 
 
-def common_range(first: range, second: range) -> range:
-    """Return the common part of two ranges, such as of mini-batches."""
-    return range(max(first.start, second.start), min(first.stop, second.stop))
-
-
 def generation_layout(training: Layout, tp: int, pp: int = 1) -> Layout:
     """Return the layout of generation with ``tp`` x ``pp`` ranks a replica on the ranks of ``training``.
 
@@ -383,3 +378,8 @@ def received_share(training: Layout, tp: int, pp: int = 1) -> Fraction:
 @lru_cache(maxsize=4096)
 def _num_prompts(shape: BatchShape, layout: Layout, replica: int, mini_batches: range) -> int:
     return sum(len(shape.part(layout, replica, m)) for m in mini_batches)
+
+
+def common_range(first: range, second: range) -> range:
+    """Return the common part of two ranges, such as of mini-batches."""
+    return range(max(first.start, second.start), min(first.stop, second.stop))

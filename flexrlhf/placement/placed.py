@@ -252,3 +252,9 @@ class PlacedModel:
                 f"shards; use shard all, or ep {either(n for n in range(1, most + 1) if most % n == 0)}",
             )
         return replace(self, sharded_over=0 if len(counts) == 1 else most)
+
+    def own_communicators(self, has_experts: bool) -> int:
+        """Return the communicators of NCCL that vLLM has of its own on each rank: of ``tp``, of experts among the same
+        ranks, and two between stages. Each has as much memory as one of ours: 0.48 GB for ``tp`` 8 (vLLM PR 46234)."""
+        tp, pp = self.settings.tp > 1, self.settings.pp > 1
+        return tp + (tp and has_experts) + 2 * pp

@@ -52,7 +52,7 @@ from flexrlhf.plan.tokenizers import check_tokenizers
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
 from flexrlhf.strategies.late_operators import combines_behind_training
 from flexrlhf.strategies.schedule import Schedule
-from flexrlhf.strategies.strategy import STRATEGIES, choose_strategy
+from flexrlhf.strategies.strategy import Strategy
 from flexrlhf.weights.shapes import ModelShape
 
 SECOND_VLLM = "a process can have one vllm that sleeps, which an earlier run of this command is"
@@ -148,7 +148,7 @@ def plan_on(
     ``only``: the rank whose memory is wanted.
     """
     spec = resolved.spec
-    strategy = choose_strategy(spec, placement)
+    strategy = Strategy.choose(spec, placement)
     graph = run_graph(resolved.graph, spec, placement)
     placement = with_starts(with_protocols(placement, graph, spec), roles_that_keep_starts(spec, graph))
     check_operators(graph, placement, is_evaluated=spec.eval is not None)
@@ -156,7 +156,7 @@ def plan_on(
     generates = {placement.copy_for(each).name for each in graph.operators if each.kind == "generate"}
     check_models(placement, shapes, resolved.cluster, lengths, generates, on_gpus)
     batch = BatchShape.of(spec)
-    instructions = tuple(STRATEGIES[strategy].order(graph, placement, batch, spec))
+    instructions = tuple(Strategy.ALL[strategy].order(graph, placement, batch, spec))
     plan = Plan(
         spec=spec,
         cluster=resolved.cluster,

@@ -12,8 +12,7 @@ from pathlib import Path
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.memory.budget import SequenceLengths, Sizing
-from flexrlhf.memory.rank_memory import RankMemory, Start, most_loading_bytes, rank_memory
-from flexrlhf.memory.rollout_bytes import vllm_communicators
+from flexrlhf.memory.rank_memory import RankMemory, Start
 from flexrlhf.memory.states import State
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Graph
@@ -23,11 +22,13 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.placement import Placement
+from flexrlhf.plan.alike_ranks import first_alike
+from flexrlhf.plan.reused_copies import copies_that_reuse
+from flexrlhf.plan.stored_columns import StoredColumns, stored_columns
 from flexrlhf.strategies.instructions import Move, Offload, Run, Sync
-from flexrlhf.strategies.residency import DeviceMemory, with_residency
-from flexrlhf.strategies.schedule import Schedule, later_chunks
-from flexrlhf.strategies.syncs import copies_that_reuse
-from flexrlhf.strategies.workload import StoredColumns, first_alike, stored_columns, workload
+from flexrlhf.strategies.residency import DeviceMemory
+from flexrlhf.strategies.schedule import Schedule
+from flexrlhf.strategies.workload import workload
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.sync_plan import sync_bytes, sync_links
 
@@ -79,7 +80,7 @@ class Plan:
             self.row_bytes_in_flight,
             self.spec.debug.prefetched_reloads,
         )
-        instructions, offloaded = with_residency(self.schedule.instructions, memory, self.alike, only)
+        instructions, offloaded = memory.with_residency(self.schedule.instructions, self.alike, only)
         plan = replace(self, schedule=replace(self.schedule, instructions=instructions), offloaded=offloaded)
         # it depends on no instruction, and has computed most of the new plan's phases
         vars(plan)["sizing"] = self.sizing
@@ -137,7 +138,7 @@ class Plan:
 
     def ahead(self, run: Run) -> list[range]:
         """Return the mini-batches of later chunks that the model of a generate ``run`` may start with; else none."""
-        return later_chunks(self.schedule.instructions, run) if run.operator.kind == "generate" else []
+        return self.schedule.later_chunks(run) if run.operator.kind == "generate" else []
 
     @cached_property
     def sampled_ids(self) -> int | None:
@@ -202,7 +203,7 @@ class Plan:
         counts = Counter(self._communicators_of_groups)
         for model in self.placement.models:
             if model.has_cache and self.cluster.has_known_classes:
-                counts += Counter(dict.fromkeys(model.ranks, vllm_communicators(model, self._has_experts(model.role))))
+                counts += Counter(dict.fromkeys(model.ranks, model.own_communicators(self._has_experts(model.role))))
         return counts
 
     @cached_property
@@ -253,13 +254,13 @@ class Plan:
         in_flight:  bytes of the rows that are kept.
         """
         work = workload(self.schedule.for_rank(rank), self.placement, batch, rank)
-        return rank_memory(self.sizing, rank, work, self._start(rank), in_flight)
+        return RankMemory.of(self.sizing, rank, work, self._start(rank), in_flight)
 
     def most_loading_bytes(self, rank: int) -> int:
         """Return the most bytes on ``rank`` while models are loaded, in whatever order; 0 if it offloads none."""
         start = self._start(rank)
         states = {model.name: self.sizing.state(model, rank) for model in self.placement.on_rank(rank)}
-        return 0 if start is None else most_loading_bytes(states, start)
+        return 0 if start is None else start.most_loading_bytes(states)
 
     def row_bytes_in_flight(self, rank: int) -> int:
         """Return the bytes on ``rank`` of the rows of earlier steps than the newest, which it keeps.

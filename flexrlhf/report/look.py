@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import TITLES, Work, without_turn, work_of
+from flexrlhf.strategies.instructions import Run, WorkKind
 from flexrlhf.timeline import Span
 
 ROLES = {
@@ -53,11 +53,11 @@ _SHADES = {
     "retokenize": 0.62,
 }
 """Part of white that is mixed into the colour of a role; of black if it is negative."""
-PART_OF: Mapping[Work, str] = {
-    **{"generate": TITLES["generate"], "forward": TITLES["forward"], "train": TITLES["train"]},
-    **dict.fromkeys(("score", "combine", "interact"), "scores and combines"),
-    **dict.fromkeys(("move", "sync", "offload"), "moves and syncs"),
-    **dict.fromkeys(("evaluate", "save"), "evaluation and saving"),
+PART_OF: Mapping[WorkKind, str] = {
+    **{kind: kind.text for kind in (WorkKind.GENERATE, WorkKind.FORWARD, WorkKind.TRAIN)},
+    **dict.fromkeys((WorkKind.SCORE, WorkKind.COMBINE, WorkKind.INTERACT), "scores and combines"),
+    **dict.fromkeys((WorkKind.MOVE, WorkKind.SYNC, WorkKind.OFFLOAD), "moves and syncs"),
+    **dict.fromkeys((WorkKind.EVALUATE, WorkKind.SAVE), "evaluation and saving"),
 }
 """Part of a figure that each kind of work is in."""
 PARTS = tuple(dict.fromkeys(PART_OF.values()))
@@ -104,7 +104,7 @@ class InstructionStyles:
         """Take the kinds of operators from ``plan``; without one, from the labels of ``spans``."""
         operators = () if plan is None else (*plan.graph.operators, *plan.graph.evaluation)
         self._kinds = {operator.name: operator.kind for operator in operators}
-        self._order = [*(operator.name for operator in operators), *TITLES.values()]
+        self._order = [*(operator.name for operator in operators), *(kind.text for kind in WorkKind)]
         models = [str(model.name) for model in plan.placement.models] if plan is not None else []
         models += [_operator_and_model(span.label)[1] for span in spans if span.kind == "run"]
         roles = [] if plan is None else list(plan.graph.roles)
@@ -118,16 +118,16 @@ class InstructionStyles:
         """Return the style of an instruction of ``kind`` with ``label``."""
         if kind != "run":
             colour = INSTRUCTIONS.get(kind, INSTRUCTIONS["move"])
-            work = work_of(kind, None)
-            return Style(TITLES[work], colour, PART_OF[work])
+            work = WorkKind.of(kind, None)
+            return Style(work.text, colour, PART_OF[work])
         name, model = _operator_and_model(label)
         operator = self._kinds.get(name) or _guessed_kind(name)
         colour = _mixed(self.colours.get(_role(model), INSTRUCTIONS["move"]), _SHADES.get(operator, 0.45))
-        return Style(name, colour, PART_OF[work_of(kind, operator)])
+        return Style(name, colour, PART_OF[WorkKind.of(kind, operator)])
 
 
 def _operator_and_model(label: str) -> tuple[str, str]:
-    name, _, model = without_turn(label).partition(" on ")
+    name, _, model = Run.without_turn(label).partition(" on ")
     return name, model
 
 

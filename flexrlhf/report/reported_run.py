@@ -22,7 +22,7 @@ from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.step_times import StepTime, last_steps, settled_steps, step_times
 from flexrlhf.report.timeline_picture import MOST_SPANS, MOST_STEPS, Lane, ShownTimeline, lanes_of
-from flexrlhf.strategies.calls import CALLS, called_again, called_schedule
+from flexrlhf.strategies.calls import CalledStep
 from flexrlhf.timeline import Span
 from flexrlhf.weights.shapes import ModelShape
 
@@ -157,7 +157,8 @@ def plan_of_run(contents: RunContents) -> tuple[Plan | None, tuple[str, ...]]:
     try:
         return _as_called(plan, contents), missing
     except UserError as error:
-        return plan, (*missing, f"the schedule is as planned, not as called: {contents.directory / CALLS}: {error}")
+        file = contents.directory / CalledStep.FILE
+        return plan, (*missing, f"the schedule is as planned, not as called: {file}: {error}")
 
 
 def _as_called(plan: Plan, contents: RunContents) -> Plan:
@@ -168,8 +169,8 @@ def _as_called(plan: Plan, contents: RunContents) -> Plan:
         return plan
     for call in (call for line in lines for call in line["calls"]):
         _check_call(plan, call)
-    called = called_again((line["calls"] for line in lines), plan.graph, plan.placement, plan.batch)
-    return replace(plan, schedule=called_schedule(plan.schedule.instructions, called, lines[-1]["step"]))
+    called = CalledStep.again((line["calls"] for line in lines), plan.graph, plan.placement, plan.batch)
+    return replace(plan, schedule=plan.schedule.as_called(called, lines[-1]["step"]))
 
 
 def _check_call(plan: Plan, call: Row) -> None:

@@ -19,7 +19,7 @@ from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.row_forms import CALLS_ROW, FACTS, FAILURE_RECORD, METRIC_ROW, REPLAN_ROW, SAMPLE_ROW
 from flexrlhf.runs.flight_log import ENDED, FAILURE, FLIGHT, TERMINATED, TIMELINE, logged_spans
 from flexrlhf.runs.run_directory import LOCK, STATUS, read_status
-from flexrlhf.strategies.calls import CALLS
+from flexrlhf.strategies.calls import CalledStep
 from flexrlhf.text import counted, shortened
 from flexrlhf.timeline import Span, Trace
 
@@ -89,7 +89,7 @@ def read_contents(directory: Path) -> RunContents:
     samples = files.rows(SAMPLES, SAMPLE_ROW, _checked, none)
     spans, facts = _read_timeline(files)
     state, next_step, steps = _progress(files, rows)
-    calls = files.rows(CALLS, CALLS_ROW, _last_two, _NONE)
+    calls = files.rows(CalledStep.FILE, CALLS_ROW, _last_two, _NONE)
     replans = files.rows(REPLANS, REPLAN_ROW, _all, _NONE)
     failures = tuple(_failures(files)) if state == "failed" else ()
     if not rows:

@@ -20,7 +20,7 @@ from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.report.metric_table import MetricTable, Series
 from flexrlhf.report.run_contents import RecordedSteps
 from flexrlhf.report.step_times import WAITING, busy_seconds, settled_steps, step_times
-from flexrlhf.strategies.instructions import TITLES, Work, without_turn, work_of
+from flexrlhf.strategies.instructions import Run, WorkKind
 from flexrlhf.text import bytes_text, counted, shortened, table
 from flexrlhf.timeline import Span
 
@@ -209,7 +209,8 @@ def _times(runs: Sequence[RecordedSteps]) -> list[str]:
     notes = [f"no timeline of {', '.join(missing)}"] if missing else []
     if not known:
         return notes
-    work = [name for name in TITLES.values() if any(each.work.get(name, 0.0) >= LEAST_SECONDS for each in known)]
+    kinds = [kind.text for kind in WorkKind]
+    work = [name for name in kinds if any(each.work.get(name, 0.0) >= LEAST_SECONDS for each in known)]
     rows = [
         ["", *letters],
         ["seconds of a step", *_cells(times, lambda each: f"{each.seconds:.3f}")],
@@ -319,16 +320,16 @@ def mean_times(spans: Sequence[Span], kinds: Mapping[str, OperatorKind]) -> Step
         return None
     steps, start, end = range(times[0].step, times[-1].step + 1), times[0].start, times[-1].end
 
-    def work(span: Span) -> Work:
-        return work_of(span.kind, kinds.get(without_turn(span.label).rpartition(" on ")[0]))
+    def work(span: Span) -> WorkKind:
+        return WorkKind.of(span.kind, kinds.get(Run.without_turn(span.label).rpartition(" on ")[0]))
 
     ranks = busy_seconds(spans, start, end, work)
-    sums = {kind: sum(seconds.get(kind, 0.0) for seconds in ranks.values()) for kind in TITLES}
+    sums = {kind: sum(seconds.get(kind, 0.0) for seconds in ranks.values()) for kind in WorkKind}
     counted = [span for span in spans if span.step in steps]
     return StepTimes(
         steps=steps,
         seconds=(end - start) / len(steps),
-        work={TITLES[kind]: seconds / len(ranks) / len(steps) for kind, seconds in sums.items() if seconds},
+        work={kind.text: seconds / len(ranks) / len(steps) for kind, seconds in sums.items() if seconds},
         waiting={rank: max(0.0, end - start - sum(busy.values())) / len(steps) for rank, busy in ranks.items()},
         moved_bytes=_bytes(counted, "move") / len(steps),
         synced_bytes=_bytes(counted, "sync") / len(steps),

@@ -7,10 +7,10 @@ before that read them, as in a schedule; other rows move when they are first rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import Qualifier
@@ -18,8 +18,8 @@ from flexrlhf.operators.graph import LOSSES, Graph, Operator, TrainPart, is_own
 from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placement import Placement
 from flexrlhf.placement.protocols import Parts, TransferProtocol
-from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Sync
-from flexrlhf.strategies.schedule import Builder, OperatorTask, Schedule
+from flexrlhf.strategies.instructions import Instruction, Run
+from flexrlhf.strategies.schedule import Builder, OperatorTask
 from flexrlhf.text import mini_batches_text
 
 
@@ -72,6 +72,9 @@ class CalledStep:
     added: dict[str, tuple[str, range]] = field(default_factory=dict)
     updated: dict[str, set[int]] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
+
+    FILE: ClassVar = "calls.jsonl"
+    """File of a run with the calls of each step, as messages."""
 
     @classmethod
     def begin(
@@ -254,6 +257,18 @@ class CalledStep:
         shape = self.builder.shape
         return {rank: set(shape.prompts_on(layout, rank, shape.mini_batches)) for rank in layout.ranks}
 
+    @classmethod
+    def again(
+        cls, steps: Iterable[Iterable[Mapping[str, Any]]], graph: Graph, placement: Placement, shape: BatchShape
+    ) -> list[Instruction]:
+        """Return the instructions of the last of ``steps`` by the messages of their calls, in a row."""
+        step: CalledStep | None = None
+        for messages in steps:
+            step = CalledStep.begin(graph, placement, shape, step)
+            for message in messages:
+                step.add(OperatorCall.of(message))
+        return [] if step is None else step.instructions
+
 
 def _of_texts(operator: Operator) -> Operator:
     """Return the loss of ``operator`` on pretraining texts alone. Raises UserError if it has none, or is a training."""
@@ -262,41 +277,3 @@ def _of_texts(operator: Operator) -> Operator:
     if operator.kind != "loss":
         raise UserError(f"session: {operator.name} adds the loss ptx to its own; compute_loss computes it alone")
     return replace(operator, function=Qualifier.PTX, reads=operator.extra_reads)
-
-
-CALLS = "calls.jsonl"
-"""File of a run with the calls of each step, as messages."""
-
-
-def called_again(
-    steps: Iterable[Iterable[Mapping[str, Any]]], graph: Graph, placement: Placement, shape: BatchShape
-) -> list[Instruction]:
-    """Return the instructions of the last of ``steps`` by the messages of their calls, in a row."""
-    step: CalledStep | None = None
-    for messages in steps:
-        step = CalledStep.begin(graph, placement, shape, step)
-        for message in messages:
-            step.add(OperatorCall.of(message))
-    return [] if step is None else step.instructions
-
-
-def around_calls(instructions: Sequence[Instruction], step: int, steps: int, before: bool) -> Iterator[Instruction]:
-    """Yield the instructions of a schedule around the calls of a step that are due in it: syncs, evaluations, saves and
-    checkpoints.
-
-    ``before``: those of the weights that the step starts from; else those behind its calls.
-    """
-    first = next((index for index, each in enumerate(instructions) if isinstance(each, Run)), 0)
-    for index, each in enumerate(instructions):
-        if isinstance(each, Run | Move) or not each.due(step, steps):
-            continue
-        is_first = not each.after_training if isinstance(each, Sync) else isinstance(each, Eval) and index < first
-        if is_first == before:
-            yield each
-
-
-def called_schedule(instructions: Sequence[Instruction], called: Sequence[Instruction], step: int) -> Schedule:
-    """Return the schedule of a step as it was called, with what stands around the calls in ``instructions``."""
-    steps = step + 2  # neither the last step nor the only one
-    opening, closing = (tuple(around_calls(instructions, step, steps, before)) for before in (True, False))
-    return Schedule((*opening, *called, *closing), 0)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Any
 
+from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Operator, OperatorKind
 from flexrlhf.placement.layout import BatchShape, Layout, common_range
 from flexrlhf.placement.placed import ModelName
+from flexrlhf.placement.placement import Placement
 from flexrlhf.placement.transfer import Primitive, Transfer
 
 
@@ -162,6 +165,10 @@ class Run(Instruction):
         """Whether it writes no column, so computes statistics alone."""
         return not self.operator.writes
 
+    def common_mini_batches(self, other: Run) -> range:
+        """Return the mini-batches that both work on."""
+        return common_range(self.mini_batches, other.mini_batches)
+
     def reads_from(self, writer: Run) -> bool:
         """Whether it reads a column that ``writer`` writes, of mini-batches that both work on.
 
@@ -169,9 +176,9 @@ class Run(Instruction):
         """
         if writer.goes_on and not self.operator.turns:
             return False
-        if not common_range(self.mini_batches, writer.mini_batches):
+        if not self.common_mini_batches(writer):
             return False
-        reads = columns_read(self.operator, self.attempt, writer.attempt)
+        reads = self.operator.columns_read(self.attempt, writer.attempt)
         if self.operator.turns and writer.operator.turns and writer.turn != self.turn:
             reads = self.operator.continues if writer.turn == self.turn - 1 else ()
         return not set(writer.operator.writes).isdisjoint(reads)
@@ -188,18 +195,10 @@ class Run(Instruction):
         turn = f"turn {self.turn}" if last == self.turn else f"turns {self.turn}-{last}"
         return f"{self.operator.name}{f', {turn},' if self.operator.turns else ''} on {self.model}"
 
-
-def without_turn(label: str) -> str:
-    """Return ``generate on actor`` for the label ``generate, turn 3, on actor`` of a Run; others as they are."""
-    return re.sub(r", turn \d+,", "", label)
-
-
-def columns_read(operator: Operator, attempt: int | None, of_attempt: int | None) -> tuple[str, ...]:
-    """Return the columns that ``operator`` in ``attempt`` reads of the rows of another one; None: of all rows."""
-    if None in (attempt, of_attempt) or attempt == of_attempt:
-        return operator.reads
-    assert attempt is not None and of_attempt is not None
-    return operator.earlier if of_attempt < attempt else ()
+    @staticmethod
+    def without_turn(label: str) -> str:
+        """Return ``generate on actor`` for the label ``generate, turn 3, on actor`` of a Run; others as they are."""
+        return re.sub(r", turn \d+,", "", label)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +338,12 @@ class Checkpoint(_Periodic):
     def label(self) -> str:
         return ", ".join(self.models)
 
+    @classmethod
+    def of(cls, placement: Placement, spec: Spec, lag: int = 0, every: int = 1) -> Checkpoint:
+        """Return a Checkpoint of all that changes from step to step."""
+        names, ranks = placement.checkpointed(spec), tuple(range(placement.num_ranks))
+        return cls(ranks=ranks, lag=lag, every=every, at_end=True, models=names)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Release(_OfModel):
@@ -391,38 +396,57 @@ class Reload(_Residence):
     overlaps: bool = False
 
 
-Work = Literal[
-    "generate", "interact", "forward", "score", "train", "combine", "move", "sync", "offload", "evaluate", "save"
-]
-TITLES: Mapping[Work, str] = {
-    "generate": "generation",
-    "interact": "environments",
-    "forward": "forward passes",
-    "score": "functions, services and rules",
-    "train": "training",
-    "combine": "advantages and other sums",
-    "move": "moves of rows",
-    "sync": "weight syncs",
-    "offload": "host offload",
-    "evaluate": "evaluations",
-    "save": "saving, checkpoints",
-}
-"""Kind of work that ranks spend their time on → its name in metrics, figures and tables, in their order."""
-_WORK: Mapping[str, Work] = {
-    **{work: work for work in TITLES},
-    **{
-        "loss": "forward",
-        "backward": "train",
-        "step": "train",
-        "retokenize": "score",
-        "eval": "evaluate",
-        "checkpoint": "save",
-        "reload": "offload",
-        "release": "offload",
-    },
-}
+class WorkKind(StrEnum):
+    """Kind of work that ranks spend their time on, in the order of figures and tables."""
+
+    GENERATE = "generate"
+    INTERACT = "interact"
+    FORWARD = "forward"
+    SCORE = "score"
+    TRAIN = "train"
+    COMBINE = "combine"
+    MOVE = "move"
+    SYNC = "sync"
+    OFFLOAD = "offload"
+    EVALUATE = "evaluate"
+    SAVE = "save"
+
+    @property
+    def text(self) -> str:
+        """Name in metrics, figures and tables."""
+        return _TEXTS[self]
+
+    @classmethod
+    def of(cls, instruction: str, operator: OperatorKind | None) -> WorkKind:
+        """Return the work of a kind of instruction, of a Run that of its kind of operator; unknown ones compute
+        sums."""
+        kind = operator or "combine" if instruction == "run" else instruction
+        if kind in _WORK:
+            return _WORK[kind]
+        return cls(kind) if kind in _TEXTS else cls.COMBINE
 
 
-def work_of(instruction: str, operator: OperatorKind | None) -> Work:
-    """Return the work of a kind of instruction, of a Run that of its kind of operator; unknown ones compute sums."""
-    return _WORK.get(operator or "combine" if instruction == "run" else instruction, "combine")
+_TEXTS: Mapping[str, str] = {
+    WorkKind.GENERATE: "generation",
+    WorkKind.INTERACT: "environments",
+    WorkKind.FORWARD: "forward passes",
+    WorkKind.SCORE: "functions, services and rules",
+    WorkKind.TRAIN: "training",
+    WorkKind.COMBINE: "advantages and other sums",
+    WorkKind.MOVE: "moves of rows",
+    WorkKind.SYNC: "weight syncs",
+    WorkKind.OFFLOAD: "host offload",
+    WorkKind.EVALUATE: "evaluations",
+    WorkKind.SAVE: "saving, checkpoints",
+}
+_WORK: Mapping[str, WorkKind] = {
+    "loss": WorkKind.FORWARD,
+    "backward": WorkKind.TRAIN,
+    "step": WorkKind.TRAIN,
+    "retokenize": WorkKind.SCORE,
+    "eval": WorkKind.EVALUATE,
+    "checkpoint": WorkKind.SAVE,
+    "reload": WorkKind.OFFLOAD,
+    "release": WorkKind.OFFLOAD,
+}
+"""Work of other kinds of instructions and operators."""

@@ -92,6 +92,42 @@ class DeviceMemory:
         state = self.sizing.state(self.sizing.placement[phase.model], rank) if phase.kind in TRAINING else None
         return 0 if state is None else state.training - state.resting
 
+    def with_residency(
+        self, instructions: Sequence[Instruction], alike: Mapping[int, int], only: int | None = None
+    ) -> tuple[tuple[Instruction, ...], dict[int, tuple[ModelName, ...]]]:
+        """Return ``instructions`` with the evictions that every rank needs, and by rank the models that start
+        offloaded.
+
+        alike:  as of ``Plan``.
+        only:   the rank whose evictions are wanted; those of others are left out.
+        """
+        walks: dict[int, _Walk] = {}
+        walked: dict[object, _Walk] = {}
+        late = stored_late(instructions)
+        if only is not None:
+            alike = {only: alike[only]}
+        for rank in sorted(set(alike.values())):
+            names = tuple(model.name for model in self.sizing.placement.on_rank(rank))
+            capacity = self.capacity(rank)
+            asleep = self.sizing.placement.sleepers & set(names)
+            if names and (capacity is not None or asleep):
+                room = sys.maxsize if capacity is None else capacity
+                transient = frozenset(name for name in names if self.sizing.placement[name].is_transient)
+                walk = _Walk(rank, names, instructions, self, room, asleep, transient)
+                if (inputs := walk.inputs) not in walked:
+                    walked[inputs] = _settled(walk)
+                    walk.bring_forward(late)
+                walks[rank] = walked[inputs]
+        each = [(rank, walks[first]) for rank, first in alike.items() if first in walks]
+        out: list[Instruction] = []
+        for index, instruction in enumerate(instructions):
+            out += _merged(instruction, [(rank, walk.before.get(index, [])) for rank, walk in each])
+            out.append(instruction)
+            out += _merged(instruction, [(rank, walk.after.get(index, [])) for rank, walk in each])
+        out += _merged(None, [(rank, walk.closing) for rank, walk in each])
+        offloaded = {rank: walk.offloaded for rank, walk in each if walk.offloaded}
+        return tuple(_with_next_use(out, self.sizing.placement)), offloaded
+
 
 def resident_models(instruction: Instruction, placed: Iterable[ModelName]) -> tuple[ModelName, ...]:
     """Return the models among ``placed`` that an instruction needs on the device: a checkpoint also copies from host
@@ -244,42 +280,6 @@ class _Walk:
 
         if self.memory.prefetches:
             bring_forward(residence, fits)
-
-
-def with_residency(
-    instructions: Sequence[Instruction], memory: DeviceMemory, alike: Mapping[int, int], only: int | None = None
-) -> tuple[tuple[Instruction, ...], dict[int, tuple[ModelName, ...]]]:
-    """Return ``instructions`` with the evictions that every rank needs, and by rank the models that start offloaded.
-
-    alike:  as of ``Plan``.
-    only:   the rank whose evictions are wanted; those of others are left out.
-    """
-    walks: dict[int, _Walk] = {}
-    walked: dict[object, _Walk] = {}
-    late = stored_late(instructions)
-    if only is not None:
-        alike = {only: alike[only]}
-    for rank in sorted(set(alike.values())):
-        names = tuple(model.name for model in memory.sizing.placement.on_rank(rank))
-        capacity = memory.capacity(rank)
-        asleep = memory.sizing.placement.sleepers & set(names)
-        if names and (capacity is not None or asleep):
-            room = sys.maxsize if capacity is None else capacity
-            transient = frozenset(name for name in names if memory.sizing.placement[name].is_transient)
-            walk = _Walk(rank, names, instructions, memory, room, asleep, transient)
-            if (inputs := walk.inputs) not in walked:
-                walked[inputs] = _settled(walk)
-                walk.bring_forward(late)
-            walks[rank] = walked[inputs]
-    each = [(rank, walks[first]) for rank, first in alike.items() if first in walks]
-    out: list[Instruction] = []
-    for index, instruction in enumerate(instructions):
-        out += _merged(instruction, [(rank, walk.before.get(index, [])) for rank, walk in each])
-        out.append(instruction)
-        out += _merged(instruction, [(rank, walk.after.get(index, [])) for rank, walk in each])
-    out += _merged(None, [(rank, walk.closing) for rank, walk in each])
-    offloaded = {rank: walk.offloaded for rank, walk in each if walk.offloaded}
-    return tuple(_with_next_use(out, memory.sizing.placement)), offloaded
 
 
 def _with_next_use(instructions: Sequence[Instruction], placement: Placement) -> Iterator[Instruction]:

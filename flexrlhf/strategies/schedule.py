@@ -30,21 +30,9 @@ from flexrlhf.strategies.instructions import (
     Reload,
     Run,
     Save,
-    columns_read,
+    Sync,
 )
 from flexrlhf.strategies.routes import Holdings, primitive_of, route
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Instructions of one step. ``lag``: the largest lag among them."""
-
-    instructions: tuple[Instruction, ...]
-    lag: int
-
-    def for_rank(self, rank: int) -> tuple[Instruction, ...]:
-        """Return the instructions that name ``rank``."""
-        return tuple(instruction for instruction in self.instructions if rank in instruction.ranks)
 
 
 @dataclass(frozen=True)
@@ -80,52 +68,80 @@ class RunStart:
 ANEW = RunStart()
 
 
-def rounds(schedule: Schedule, steps: int, start: RunStart = ANEW) -> range:
-    """Return the rounds of the list in a run that begins with ``start``; the last batch takes ``lag`` more.
+@dataclass(frozen=True)
+class Schedule:
+    """Instructions of one step. ``lag``: the largest lag among them."""
 
-    More batches in flight than the lag are trained on first; with fewer the first rounds generate alone. Columns that
-    batches in flight lack are computed in the rounds that generated these.
-    """
-    first = start.next_step + (0 if start.missing else schedule.lag)
-    return range(min(first, start.generated) if start.generated < steps else first, steps + schedule.lag)
+    instructions: tuple[Instruction, ...]
+    lag: int
 
+    def for_rank(self, rank: int) -> tuple[Instruction, ...]:
+        """Return the instructions that name ``rank``."""
+        return tuple(instruction for instruction in self.instructions if rank in instruction.ranks)
 
-def walk_round(
-    schedule: Schedule, rank: int, steps: int, turn: int, start: RunStart = ANEW
-) -> Iterator[tuple[int, int, Instruction]]:
-    """Yield the instructions of ``rank`` in one round: (position, step of the batch, instruction), in order.
+    def rounds(self, steps: int, start: RunStart = ANEW) -> range:
+        """Return the rounds of the list in a run that begins with ``start``; the last batch takes ``lag`` more.
 
-    ``position`` counts along the list that all ranks walk, so that ranks can be compared.
-    """
-    length = len(schedule.instructions)
-    for index, instruction in enumerate(schedule.instructions):
-        step = turn - instruction.lag
-        is_due = instruction.due(step, steps) and step >= start.begins(instruction, schedule.lag)
-        if is_due and rank in instruction.ranks:
-            yield turn * length + index, step, instruction
+        More batches in flight than the lag are trained on first; with fewer the first rounds generate alone. Columns
+        that batches in flight lack are computed in the rounds that generated these.
+        """
+        first = start.next_step + (0 if start.missing else self.lag)
+        return range(min(first, start.generated) if start.generated < steps else first, steps + self.lag)
 
+    def walk_round(
+        self, rank: int, steps: int, turn: int, start: RunStart = ANEW
+    ) -> Iterator[tuple[int, int, Instruction]]:
+        """Yield the instructions of ``rank`` in one round: (position, step of the batch, instruction), in order.
 
-def walk(schedule: Schedule, rank: int, steps: int) -> Iterator[tuple[int, int, Instruction]]:
-    """Yield the instructions of ``rank`` in a whole run, as ``walk_round`` does."""
-    for turn in rounds(schedule, steps):
-        yield from walk_round(schedule, rank, steps, turn)
+        ``position`` counts along the list that all ranks walk, so that ranks can be compared.
+        """
+        length = len(self.instructions)
+        for index, instruction in enumerate(self.instructions):
+            step = turn - instruction.lag
+            is_due = instruction.due(step, steps) and step >= start.begins(instruction, self.lag)
+            if is_due and rank in instruction.ranks:
+                yield turn * length + index, step, instruction
 
+    def walk(self, rank: int, steps: int) -> Iterator[tuple[int, int, Instruction]]:
+        """Yield the instructions of ``rank`` in a whole run, as ``walk_round`` does."""
+        for turn in self.rounds(steps):
+            yield from self.walk_round(rank, steps, turn)
 
-def later_chunks(instructions: Sequence[Instruction], run: Run) -> list[range]:
-    """Return the mini-batches of the chunks that follow ``run`` in ``instructions`` before its model is offloaded; none
-    for a run that a program calls.
+    def later_chunks(self, run: Run) -> list[range]:
+        """Return the mini-batches of the chunks that follow ``run`` in ``instructions`` before its model is offloaded;
+        none for a run that a program calls.
 
-    Rows of a later attempt depend on the scores of an earlier one; chunks of episodes take turns, so that one generates
-    while the environments of another reply.
-    """
-    chunks: list[range] = []
-    is_alone = run.attempt is not None or run.operator.turns > 0 or run not in instructions
-    for instruction in () if is_alone else instructions[instructions.index(run) + 1 :]:
-        if isinstance(instruction, Offload) and instruction.model == run.model:
-            break
-        if isinstance(instruction, Run) and (instruction.operator, instruction.model) == (run.operator, run.model):
-            chunks.append(instruction.mini_batches)
-    return chunks
+        Rows of a later attempt depend on the scores of an earlier one; chunks of episodes take turns, so that one
+        generates while the environments of another reply.
+        """
+        chunks: list[range] = []
+        is_alone = run.attempt is not None or run.operator.turns > 0 or run not in self.instructions
+        for instruction in () if is_alone else self.instructions[self.instructions.index(run) + 1 :]:
+            if isinstance(instruction, Offload) and instruction.model == run.model:
+                break
+            if isinstance(instruction, Run) and (instruction.operator, instruction.model) == (run.operator, run.model):
+                chunks.append(instruction.mini_batches)
+        return chunks
+
+    def around_calls(self, step: int, steps: int, before: bool) -> Iterator[Instruction]:
+        """Yield the instructions around the calls of a step that are due in it: syncs, evaluations, saves and
+        checkpoints.
+
+        ``before``: those of the weights that the step starts from; else those behind its calls.
+        """
+        first = next((index for index, each in enumerate(self.instructions) if isinstance(each, Run)), 0)
+        for index, each in enumerate(self.instructions):
+            if isinstance(each, Run | Move) or not each.due(step, steps):
+                continue
+            is_first = not each.after_training if isinstance(each, Sync) else isinstance(each, Eval) and index < first
+            if is_first == before:
+                yield each
+
+    def as_called(self, called: Sequence[Instruction], step: int) -> Schedule:
+        """Return the schedule of a step as it was called, with what stands around the calls in ``instructions``."""
+        steps = step + 2  # neither the last step nor the only one
+        opening, closing = (tuple(self.around_calls(step, steps, before)) for before in (True, False))
+        return Schedule((*opening, *called, *closing), 0)
 
 
 @dataclass(frozen=True)
@@ -326,7 +342,7 @@ class Builder:
 
     def _lacks(self, column: str, reader: OperatorTask, writer: OperatorTask) -> bool:
         """Whether a rank of the reader misses prompts of the mini-batches that both work on, of what it reads."""
-        reads = columns_read(reader.operator, reader.attempt, writer.attempt)
+        reads = reader.operator.columns_read(reader.attempt, writer.attempt)
         if column not in (*reads, *reader.operator.carries):
             return False
         both = common_range(self.mini_batches(reader), self.mini_batches(writer))
@@ -413,13 +429,7 @@ def _taken_before(tick: int, pending: dict[int, list[Move]]) -> list[Move]:
 def checkpoints(placement: Placement, spec: Spec, lag: int) -> list[Instruction]:
     """Return the Checkpoint that ends a step, if the run writes some."""
     every = spec.checkpoint.every
-    return [] if every is None else [checkpoint_of(placement, spec, lag, every)]
-
-
-def checkpoint_of(placement: Placement, spec: Spec, lag: int = 0, every: int = 1) -> Checkpoint:
-    """Return a Checkpoint of all that changes from step to step."""
-    names, ranks = placement.checkpointed(spec), tuple(range(placement.num_ranks))
-    return Checkpoint(ranks=ranks, lag=lag, every=every, at_end=True, models=names)
+    return [] if every is None else [Checkpoint.of(placement, spec, lag, every)]
 
 
 def closing(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec, lag: int) -> list[Instruction]:

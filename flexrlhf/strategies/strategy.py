@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
@@ -23,8 +24,6 @@ from flexrlhf.strategies.late_operators import is_late
 from flexrlhf.strategies.schedule import Builder, closing, emitted, make_tasks, opening
 from flexrlhf.strategies.syncs import with_refills, with_syncs
 from flexrlhf.text import counted
-
-COLOCATED, INTERLEAVING, DISAGGREGATED = "co-located", "interleaving", "disaggregated"
 
 
 def by_wave(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -> list[Instruction]:
@@ -63,42 +62,47 @@ class Strategy:
     matches: Callable[[Placement], bool]
     order: Callable[[Graph, Placement, BatchShape, Spec], list[Instruction]]
 
+    COLOCATED: ClassVar = "co-located"
+    INTERLEAVING: ClassVar = "interleaving"
+    DISAGGREGATED: ClassVar = "disaggregated"
+    ALL: ClassVar[Mapping[str, Strategy]]
+    """Strategies by name; each placement matches one."""
+
+    @staticmethod
+    def choose(spec: Spec, placement: Placement) -> str:
+        """Return the name of the strategy that matches. Raises UserError if ``schedule.strategy``, lag or sync
+        contradict it.
+        """
+        name = next(name for name, strategy in Strategy.ALL.items() if strategy.matches(placement))
+        if spec.schedule.strategy not in (None, name):
+            raise UserError(
+                f"schedule.strategy: {spec.schedule.strategy!r} contradicts the placement, which means {name!r}; "
+                f"remove it or change the placement"
+            )
+        if name != Strategy.DISAGGREGATED and spec.schedule.lag:
+            raise UserError(
+                f"schedule.lag: {spec.schedule.lag} needs shadow models (a disaggregated placement), found {name}; "
+                f"use lag 0"
+            )
+        if spec.schedule.lag and spec.schedule.lag >= spec.steps:
+            most = f"at most {spec.steps - 1}" if spec.steps > 1 else "0"
+            raise UserError(
+                f"schedule.lag: {spec.schedule.lag} in a run of {counted(spec.steps, 'step')}, so every batch would be "
+                f"generated with the first weights; use {most}, or more steps"
+            )
+        if name != Strategy.DISAGGREGATED and spec.sync.every != 1:
+            raise UserError(
+                f"sync.every: {spec.sync.every} needs shadow models (a disaggregated placement), found {name}; use 1"
+            )
+        return name
+
 
 def _is_whole(placement: Placement) -> bool:
     return all(len(model.ranks) == placement.num_ranks for model in placement.models)
 
 
-STRATEGIES = {
-    COLOCATED: Strategy(lambda placement: not placement.shadows and _is_whole(placement), by_wave),
-    INTERLEAVING: Strategy(lambda placement: not placement.shadows and not _is_whole(placement), by_wave),
-    DISAGGREGATED: Strategy(lambda placement: bool(placement.shadows), with_shadows),
+Strategy.ALL = {
+    Strategy.COLOCATED: Strategy(lambda placement: not placement.shadows and _is_whole(placement), by_wave),
+    Strategy.INTERLEAVING: Strategy(lambda placement: not placement.shadows and not _is_whole(placement), by_wave),
+    Strategy.DISAGGREGATED: Strategy(lambda placement: bool(placement.shadows), with_shadows),
 }
-"""Strategies by name; each placement matches one."""
-
-
-def choose_strategy(spec: Spec, placement: Placement) -> str:
-    """Return the name of the strategy that matches. Raises UserError if ``schedule.strategy``, lag or sync
-    contradict it.
-    """
-    name = next(name for name, strategy in STRATEGIES.items() if strategy.matches(placement))
-    if spec.schedule.strategy not in (None, name):
-        raise UserError(
-            f"schedule.strategy: {spec.schedule.strategy!r} contradicts the placement, which means {name!r}; "
-            f"remove it or change the placement"
-        )
-    if name != DISAGGREGATED and spec.schedule.lag:
-        raise UserError(
-            f"schedule.lag: {spec.schedule.lag} needs shadow models (a disaggregated placement), found {name}; "
-            f"use lag 0"
-        )
-    if spec.schedule.lag and spec.schedule.lag >= spec.steps:
-        most = f"at most {spec.steps - 1}" if spec.steps > 1 else "0"
-        raise UserError(
-            f"schedule.lag: {spec.schedule.lag} in a run of {counted(spec.steps, 'step')}, so every batch would be "
-            f"generated with the first weights; use {most}, or more steps"
-        )
-    if name != DISAGGREGATED and spec.sync.every != 1:
-        raise UserError(
-            f"sync.every: {spec.sync.every} needs shadow models (a disaggregated placement), found {name}; use 1"
-        )
-    return name

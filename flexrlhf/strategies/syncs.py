@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.placement import Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Release, Run, Sync
 from flexrlhf.strategies.schedule import checkpoints
@@ -28,7 +27,7 @@ def with_syncs(
     would block the models that train after it, unless it overlaps them. For a rollout engine on the ranks of the
     trained copy, which sleeps until then, it comes after ``end``.
     """
-    out, last, overlaps = list(instructions), list[Instruction](), syncs_overlap(spec)
+    out, last, overlaps = list(instructions), list[Instruction](), spec.syncs_overlap
     for follower in placement.followers:
         source = placement[follower.role]
         ranks = tuple(sorted({*source.ranks, *follower.ranks}))
@@ -52,13 +51,6 @@ def with_syncs(
     return out + end + last + checkpoints(placement, spec, lag)
 
 
-def syncs_overlap(spec: Spec) -> bool:
-    """Whether the syncs of shadows overlap what comes next, between ranks that they do not have in common."""
-    if spec.sync.overlap == "auto":
-        return spec.schedule.lag > 0 or Cluster.of(spec.cluster).num_nodes > 1
-    return spec.sync.overlap
-
-
 def with_refills(instructions: Sequence[Instruction], placement: Placement) -> list[Instruction]:
     """Return ``instructions`` of a step, with those that fill and free the copies of operators."""
     out = list(instructions)
@@ -69,37 +61,6 @@ def with_refills(instructions: Sequence[Instruction], placement: Placement) -> l
                 before, after = _around(out[stop - 1], placement[copy.role], copy)
                 out[start:stop] = [before, *out[start:stop], *after]
     return out
-
-
-def copies_that_reuse(instructions: Sequence[Instruction], placement: Placement) -> dict[ModelName, str]:
-    """Return the copies that exist only during their calls and have their source's weights meanwhile, each with an
-    instruction that uses the source, or another copy of it, in that time on ranks of the copy; empty if none does.
-
-    ``instructions``: of a step, as ``with_refills`` returns them.
-    """
-    found: dict[ModelName, str] = {}
-    for copy in (model for model in placement.models if model.is_transient):
-        others = {model.name for model in placement.models if model.role == copy.role} - {copy.name}
-        between = [
-            each
-            for start, stop in _lives(instructions, copy.name)
-            for each in instructions[start + 1 : stop]
-            if others.intersection(each.touches) and set(each.ranks) & set(copy.ranks)
-        ]
-        if not any(isinstance(each, Run) and each.operator.kind == "train" for each in between):
-            inner = (run for each in between for run in (each.runs if isinstance(each, Eval) else (each,)))
-            found[copy.name] = next((each.label for each in inner if others.intersection(each.touches)), "")
-    return found
-
-
-def _lives(instructions: Sequence[Instruction], name: ModelName) -> Iterator[tuple[int, int]]:
-    """Yield the positions of each Sync that fills the copy ``name``, and of the Release that follows it."""
-    start = 0
-    for index, each in enumerate(instructions):
-        if isinstance(each, Sync) and each.destination == name:
-            start = index
-        elif isinstance(each, Release) and each.model == name:
-            yield start, index
 
 
 def _uses(instructions: Sequence[Instruction], copy: PlacedModel) -> Iterator[tuple[int, int]]:

@@ -19,9 +19,8 @@ from flexrlhf.data.examples import EXAMPLES
 from flexrlhf.metrics import METRICS
 from flexrlhf.placement.groups import Group
 from flexrlhf.runs.recorded_columns import remove_columns
-from flexrlhf.strategies.calls import CALLS, CalledStep, OperatorCall, around_calls
+from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
-from flexrlhf.strategies.schedule import checkpoint_of
 from flexrlhf.trainer.call_feed import CallFeed, Message
 from flexrlhf.trainer.execution import Execution
 from flexrlhf.trainer.rank_context import RankContext
@@ -155,7 +154,7 @@ class CalledTrainer:
 
     def _around(self, before: bool) -> bool:
         """Execute what stands around the calls of a step; return whether a checkpoint was among it."""
-        due = list(around_calls(self._plan.schedule.instructions, self._next_step, self._plan.spec.steps, before))
+        due = list(self._plan.schedule.around_calls(self._next_step, self._plan.spec.steps, before))
         for instruction in due:
             self._execute(instruction)
         return any(isinstance(instruction, Checkpoint) for instruction in due)
@@ -173,11 +172,11 @@ class CalledTrainer:
         self._leave_out(step)
         is_saved = self._around(before=False)
         if message["saves"] and not is_saved:
-            self._execute(checkpoint_of(self._plan.placement, self._plan.spec))
+            self._execute(Checkpoint.of(self._plan.placement, self._plan.spec))
         self._steps.end(step)
         self._next_step, self._is_open = step + 1, False
         if self._rank.rank == 0:
-            with (self._rank.directory / CALLS).open("a") as file:
+            with (self._rank.directory / CalledStep.FILE).open("a") as file:
                 file.write(json.dumps({"step": step, "calls": self._messages}) + "\n")
             self._trainer.results.collect()
 

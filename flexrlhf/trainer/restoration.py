@@ -25,7 +25,7 @@ from flexrlhf.runs.manifest import Manifest, damage, first_generated, read_manif
 from flexrlhf.runs.run_directory import RunStatus, set_aside_checkpoints, trim_lines, write_status
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
-from flexrlhf.strategies.calls import CALLS
+from flexrlhf.strategies.calls import CalledStep
 from flexrlhf.strategies.instructions import Offload, Sync
 from flexrlhf.strategies.schedule import RunStart
 from flexrlhf.trainer.checkpoint_pieces import load_rows, missing_columns, part_of
@@ -119,7 +119,7 @@ def _prepare(plan: Plan, world: World, store: dist.Store, files: RunFiles, next_
     if files.keeps:
         directory = plan.spec.directory
         set_aside_checkpoints(directory, next_step + 1)
-        for name in ("metrics.jsonl", "samples.jsonl", "rows.jsonl", "replans.jsonl", CALLS):
+        for name in ("metrics.jsonl", "samples.jsonl", "rows.jsonl", "replans.jsonl", CalledStep.FILE):
             trim_lines(directory / name, "step", next_step)
         for path in (directory / "timeline").glob("*.jsonl"):
             trim_lines(path, "next_step", next_step + 1)

@@ -24,7 +24,7 @@ from flexrlhf.strategies.instructions import (
     Save,
     Sync,
 )
-from flexrlhf.strategies.schedule import ANEW, rounds
+from flexrlhf.strategies.schedule import ANEW
 from flexrlhf.trainer.checkpointer import Checkpointer, RunState
 from flexrlhf.trainer.controllers import Controllers
 from flexrlhf.trainer.evaluator import Evaluator
@@ -99,7 +99,7 @@ class Trainer:
         Raises UserError where one was not.
         """
         steps, lag = self.plan.spec.steps, self.plan.schedule.lag
-        for turn in rounds(self.plan.schedule, steps, self._start):
+        for turn in self.plan.schedule.rounds(steps, self._start):
             self._calls.begin(turn)
             is_generated = self._start.generated <= turn < steps
             yield PromptBatch(turn, tuple(self.rows.taken(turn)) if is_generated else ())

@@ -16,7 +16,7 @@ from flexrlhf.data.examples import Example
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Run
-from flexrlhf.strategies.schedule import RunStart, walk_round
+from flexrlhf.strategies.schedule import RunStart
 from flexrlhf.trainer.execution import Execution, OperatorRun
 
 
@@ -24,7 +24,7 @@ def cut_round(plan: Plan, rank: int, turn: int, start: RunStart) -> tuple[list[E
     """Return the instructions of ``rank`` in a round: before the first training of the list, and from there on."""
     listed = plan.schedule.instructions
     first = next((index for index, each in enumerate(listed) if is_training(each)), len(listed))
-    executions = [Execution(*each) for each in walk_round(plan.schedule, rank, plan.spec.steps, turn, start)]
+    executions = [Execution(*each) for each in plan.schedule.walk_round(rank, plan.spec.steps, turn, start)]
     before = [each for each in executions if each.position % len(listed) < first]
     return before, executions[len(before) :]
 

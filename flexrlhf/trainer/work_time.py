@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.metrics import Triple
-from flexrlhf.strategies.instructions import Instruction, Run, work_of
+from flexrlhf.strategies.instructions import Instruction, Run, WorkKind
 from flexrlhf.timeline import Span, Timeline
 from flexrlhf.trainer.execution import Execution, Observer
 
@@ -25,7 +25,7 @@ KINDS = ("generate", "interact", "forward", "score", "train", "move", "sync", "w
 
 def counter_of(instruction: Instruction) -> str:
     """Return the counter of an instruction's time."""
-    work = work_of(instruction.kind, instruction.operator.kind if isinstance(instruction, Run) else None)
+    work = WorkKind.of(instruction.kind, instruction.operator.kind if isinstance(instruction, Run) else None)
     return work if work in KINDS else "other"
 
 

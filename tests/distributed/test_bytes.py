@@ -10,7 +10,6 @@ from launcher import Launches, Outcome
 from safetensors.torch import load_file
 
 from flexrlhf.strategies.instructions import Move, Sync
-from flexrlhf.strategies.schedule import walk
 
 pytestmark = pytest.mark.timeout(3600)
 CASES = [pytest.param(case, id=case.name) for case in DEFAULT]
@@ -69,7 +68,7 @@ def test_an_instruction_runs_on_the_ranks_that_it_names(launches: Launches, case
     outcome = launches.outcome(case)
     planned, done = defaultdict(Counter), defaultdict(Counter)
     for rank in range(case.ranks):
-        for _, _, instruction in walk(outcome.plan.schedule, rank, outcome.plan.spec.steps):
+        for _, _, instruction in outcome.plan.schedule.walk(rank, outcome.plan.spec.steps):
             planned[instruction.label][rank] += 1
     for span in outcome.spans:
         done[span["name"]][span["tid"]] += 1

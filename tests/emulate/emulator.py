@@ -52,7 +52,6 @@ from flexrlhf.strategies.instructions import (
     Save,
     Sync,
 )
-from flexrlhf.strategies.schedule import walk
 from flexrlhf.trainer.evaluation_batches import evaluation_shape, walk_evaluation
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import position_of, trained_parts
@@ -106,7 +105,7 @@ def emulate(
     """
     fabric = Fabric(deadline_seconds)
     ranks = [Rank(rank, plan, fabric, mode, adds_groups) for rank in range(plan.placement.num_ranks)]
-    own = {rank.number: walk(plan.schedule, rank.number, plan.spec.steps) for rank in ranks}
+    own = {rank.number: plan.schedule.walk(rank.number, plan.spec.steps) for rank in ranks}
     threads = [Thread(target=rank.run, args=((streams or {}).get(rank.number, own[rank.number]),)) for rank in ranks]
     for thread in threads:
         thread.start()

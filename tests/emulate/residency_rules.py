@@ -5,7 +5,6 @@ from __future__ import annotations
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Offload, Release, Reload, Run, Save, Sync
 from flexrlhf.strategies.residency import DeviceMemory
-from flexrlhf.strategies.schedule import walk
 
 
 def memory_of(plan: Plan) -> DeviceMemory:
@@ -39,7 +38,7 @@ def check_residency(plan: Plan) -> None:
         states = {model.name: memory.state(rank, model.name) for model in plan.placement.on_rank(rank)}
         changed = set[str]()
         needed = {id(x): memory.needed_for(rank, x) for x in plan.schedule.for_rank(rank) if capacity is not None}
-        for _, step, instruction in walk(plan.schedule, rank, plan.spec.steps):
+        for _, step, instruction in plan.schedule.walk(rank, plan.spec.steps):
             if isinstance(instruction, Offload):
                 here.remove(instruction.model)
                 is_kept = not isinstance(instruction, Offload) or not instruction.is_unchanged
@@ -94,7 +93,7 @@ def _check_asleep(plan: Plan, engine: str, rank: int) -> None:
     awake = engine not in plan.offloaded.get(rank, ())
     instructions = plan.schedule.instructions
     last_chunk = max(i for i, x in enumerate(instructions) if isinstance(x, Run) and x.model == engine)
-    for position, step, instruction in walk(plan.schedule, rank, plan.spec.steps):
+    for position, step, instruction in plan.schedule.walk(rank, plan.spec.steps):
         if isinstance(instruction, Offload | Reload) and instruction.model == engine:
             awake = isinstance(instruction, Reload)
         is_done = position % len(instructions) > last_chunk

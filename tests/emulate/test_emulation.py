@@ -25,7 +25,6 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
-from flexrlhf.strategies.schedule import walk
 from flexrlhf.trainer.evaluation_batches import evaluation_shape, walk_evaluation
 
 NUM_SPECS, BY_DEFAULT = 300, 75
@@ -45,7 +44,7 @@ def random_specs(count: int) -> RandomSpecs:
 
 
 def streams_of(plan: Plan) -> dict[int, list[Item]]:
-    return {rank: list(walk(plan.schedule, rank, plan.spec.steps)) for rank in range(plan.placement.num_ranks)}
+    return {rank: list(plan.schedule.walk(rank, plan.spec.steps)) for rank in range(plan.placement.num_ranks)}
 
 
 def expanded(plan: Plan) -> dict[int, list[Item]]:

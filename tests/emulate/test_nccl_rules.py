@@ -22,7 +22,7 @@ from flexrlhf.operators.graph import TrainPart
 from flexrlhf.placement.groups import Group, GroupPurpose
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.calls import CalledStep, OperatorCall, around_calls
+from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Instruction
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -295,7 +295,7 @@ def called(plan: Plan, is_joined: bool) -> dict[int, Stream]:
     before, positions = None, count()
     for step in range(plan.spec.steps):
         made = CalledStep.begin(plan.graph, plan.placement, plan.batch, before)
-        around = (list(around_calls(plan.schedule.instructions, step, plan.spec.steps, each)) for each in (True, False))
+        around = (list(plan.schedule.around_calls(step, plan.spec.steps, each)) for each in (True, False))
         opening, closing = around
         inside = [each for call in _calls(plan, is_joined) for each in made.add(call)]
         for each in (*opening, *inside, *closing):

@@ -21,7 +21,7 @@ from flexrlhf.metrics import Outcome
 from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
-from flexrlhf.strategies.schedule import ANEW, RunStart, rounds, walk_round
+from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.trainer.prompt_attempts import LACKING, TAKEN, next_taken, replacing_positions, taken_positions
 from flexrlhf.trainer.row_ledger import RowLedger, merged_account, outcomes_of
 
@@ -122,7 +122,7 @@ class EmulatedRun:
     def walk(self) -> Iterator[int]:
         """Execute the list round by round; yield the step that is trained on next."""
         steps, lag = self.plan.spec.steps, self.plan.schedule.lag
-        for turn in rounds(self.plan.schedule, steps, self.start):
+        for turn in self.plan.schedule.rounds(steps, self.start):
             self._walk_round(turn)
             self.next_step = min(steps, max(self.start.next_step, turn + 1 - lag))
             if self.next_step > self.start.next_step:
@@ -135,7 +135,7 @@ class EmulatedRun:
         items = {
             position: (step, each)
             for rank in range(self.plan.placement.num_ranks)
-            for position, step, each in walk_round(self.plan.schedule, rank, steps, turn, self.start)
+            for position, step, each in self.plan.schedule.walk_round(rank, steps, turn, self.start)
             if isinstance(each, Run | Sync)
         }
         for _, (step, each) in sorted(items.items()):

@@ -19,7 +19,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.reported_run import plan_of_run
 from flexrlhf.report.run_contents import METRICS, read_contents
-from flexrlhf.strategies.calls import CALLS, CalledStep, OperatorCall, called_schedule
+from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Instruction, Move, Run
 
 PRETRAINED = "algorithm.ptx={path: texts.jsonl, coefficient: 0.5}"
@@ -99,7 +99,7 @@ def test_the_report_of_a_session_has_the_last_step_as_it_was_called(tmp_path: Pa
         before.add(call)
     calls = [earlier[0], OperatorCall("values", first, parts=((0, 1, 2, 3),))]
     step, steps = begin(plan, before), (earlier, calls)
-    with (tmp_path / CALLS).open("w") as file:
+    with (tmp_path / CalledStep.FILE).open("w") as file:
         for number, of_step in enumerate(steps):
             messages = [{"do": "call", **call.message} for call in of_step]
             file.write(json.dumps({"step": number, "calls": messages}) + "\n")
@@ -148,7 +148,7 @@ def test_rows_that_no_call_reads_do_not_travel() -> None:
 @pytest.mark.parametrize(("vector", "devices"), PLACEMENTS)
 def test_a_traced_step_is_priced_as_the_planned_one(vector: list[float], devices: int) -> None:
     plan = whole_plan_of(vector, devices)
-    traced = replace(plan, schedule=called_schedule(plan.schedule.instructions, call_all(plan).instructions, 0))
+    traced = replace(plan, schedule=plan.schedule.as_called(call_all(plan).instructions, 0))
     assert simulate(traced, Fixed()).seconds == pytest.approx(simulate(plan, Fixed()).seconds, rel=0.1)
 
 
@@ -222,7 +222,7 @@ def test_gradients_of_neighbouring_parts_await_an_optimizer_step() -> None:
     *_, run = step.add(OperatorCall("train_actor", step.added_to("train_actor"), part="step"))
     assert isinstance(run, Run) and run.mini_batches == range(2)
     step.check_ended()
-    traced = replace(plan, schedule=called_schedule(plan.schedule.instructions, step.instructions, 0))
+    traced = replace(plan, schedule=plan.schedule.as_called(step.instructions, 0))
     assert simulate(traced, Fixed()).seconds > 0
 
 

@@ -46,7 +46,7 @@ from flexrlhf.runs.run_directory import (
 )
 from flexrlhf.runs.tensor_files import Piece, PieceReader, piece_file, write_pieces
 from flexrlhf.strategies.instructions import Checkpoint, Run
-from flexrlhf.strategies.schedule import RunStart, Schedule, rounds, walk_round
+from flexrlhf.strategies.schedule import RunStart, Schedule
 from flexrlhf.trainer.checkpointer import merged_progress
 from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.weights.saving import dump_part, load_part, written_names
@@ -536,11 +536,11 @@ def test_all_ranks_stop_after_the_same_round_whenever_the_request_comes(tmp_path
 def test_an_interrupted_walk_is_a_whole_one(lag: int) -> None:
     plan = plan_of([0.5] * 6, 2, f"schedule.lag={lag}", "steps=7", "checkpoint.every=2")
     schedule = plan.schedule
-    whole = [each for turn in rounds(schedule, 7) for each in walk_round(schedule, 0, 7, turn)]
+    whole = [each for turn in schedule.rounds(7) for each in schedule.walk_round(0, 7, turn)]
     for next_step in range(1, 7):
-        first = [each for turn in range(next_step + lag) for each in walk_round(schedule, 0, 7, turn)]
+        first = [each for turn in range(next_step + lag) for each in schedule.walk_round(0, 7, turn)]
         start = RunStart(next_step, min(next_step + lag, 7))
-        second = [each for turn in rounds(schedule, 7, start) for each in walk_round(schedule, 0, 7, turn, start)]
+        second = [each for turn in schedule.rounds(7, start) for each in schedule.walk_round(0, 7, turn, start)]
         assert first + second == whole
     due = [step + 1 for _, step, each in whole if isinstance(each, Checkpoint)]
     assert due == [2, 4, 6, 7]
@@ -553,8 +553,8 @@ def test_a_walk_under_another_lag_runs_each_operator_once_for_each_batch(before:
     for next_step in range(1, 9):
         start = RunStart(next_step, min(next_step + before, 9))
         for rank in range(2):
-            walked = [each for turn in range(next_step + before) for each in walk_round(first, rank, 9, turn)]
-            further = [each for turn in rounds(second, 9, start) for each in walk_round(second, rank, 9, turn, start)]
+            walked = [each for turn in range(next_step + before) for each in first.walk_round(rank, 9, turn)]
+            further = [each for turn in second.rounds(9, start) for each in second.walk_round(rank, 9, turn, start)]
             runs = Counter((step, each.label) for _, step, each in walked + further if isinstance(each, Run))
             whole = {each.label for each in first.for_rank(rank) if isinstance(each, Run) and not each.is_rare}
             assert {key: runs[key] for key in ((step, name) for step in range(9) for name in whole)} == dict.fromkeys(
@@ -568,8 +568,8 @@ def _generations(schedule: Schedule, rank: int, start: RunStart) -> list[tuple[i
     """Round and batch of each generation of ``rank``."""
     return [
         (turn, step)
-        for turn in rounds(schedule, 9, start)
-        for _, step, each in walk_round(schedule, rank, 9, turn, start)
+        for turn in schedule.rounds(9, start)
+        for _, step, each in schedule.walk_round(rank, 9, turn, start)
         if isinstance(each, Run) and each.operator.kind == "generate"
     ]
 

@@ -28,7 +28,7 @@ from flexrlhf.memory.engine_bytes import (
     update_bytes,
 )
 from flexrlhf.memory.packed_rows import TextGroup, largest_pass, packs_texts
-from flexrlhf.memory.rank_memory import RankMemory, Start, rank_memory
+from flexrlhf.memory.rank_memory import RankMemory, Start
 from flexrlhf.memory.states import PerParameter, State, sliced_elements, trained_units
 from flexrlhf.memory.transfer_bytes import UNDER_WAY, saved_model, saving_parts, sync_parts, writing_bytes
 from flexrlhf.placement.placement import Placement
@@ -291,7 +291,7 @@ def test_peak_of_sharded_training(tokens: int, measured: float) -> None:
     shape = model_shape("actor", actor.settings)
     assert shape is not None
     sizing = Sizing(Placement((actor,), 8), {"actor": shape}, SequenceLengths(256, 256), SyncSpec())
-    planned = rank_memory(sizing, 0, [(Compute("train", "actor", None), frozenset())])
+    planned = RankMemory.of(sizing, 0, [(Compute("train", "actor", None), frozenset())])
     assert planned.peak_bytes / GIB == pytest.approx(measured, rel=0.1)
 
 
@@ -635,7 +635,7 @@ def test_what_is_offloaded_counts_in_host_memory() -> None:
     assert [away for _, away in items[:2]] == [frozenset(), frozenset({"ref"})]
     names = [model.name for model in plan.placement.models]
     start = Start(names, frozenset(), frozenset({"ref"}), kept=frozenset({"ref"}), read=frozenset())
-    memory = rank_memory(plan.sizing, 0, items, start)
+    memory = RankMemory.of(plan.sizing, 0, items, start)
     ref = memory.states["ref"]
     assert ref is not None
     train = next(phase for phase in memory.phases if phase.label == "train on actor")
@@ -681,7 +681,7 @@ def test_models_are_loaded_and_restored_one_at_a_time() -> None:
 def test_the_first_rank_of_a_save_writes_one_tensor_at_a_time_from_host_memory() -> None:
     actor, shape = placed_model("actor", (0, 1), zero=3, dtype="bfloat16"), llama()
     sizing = Sizing(Placement((actor,), 2), {"actor": shape}, SequenceLengths(4, 4), SyncSpec())
-    first, second = (rank_memory(sizing, rank, [(Saving("actor", (0, 1)), frozenset())]) for rank in (0, 1))
+    first, second = (RankMemory.of(sizing, rank, [(Saving("actor", (0, 1)), frozenset())]) for rank in (0, 1))
     assert first.phases[0].host == 4 * max(math.prod(size) for _, size in shape.parameters)
     assert second.phases[0].host == 0
     assert second.host_bytes == second.loading == 4 * shape.num_parameters
@@ -695,7 +695,7 @@ def test_models_in_files_are_loaded_in_parts_and_others_whole(tmp_path: Path) ->
     def loading(**settings: Any) -> tuple[int, bool]:
         model = placed_model("actor", (0, 1), **settings)
         sizing = Sizing(Placement((model,), 2), {"actor": shape}, SequenceLengths(4, 4), SyncSpec())
-        memory = rank_memory(sizing, 0, [])
+        memory = RankMemory.of(sizing, 0, [])
         return memory.loading, memory.loads_whole
 
     path = str(tmp_path / "actor")

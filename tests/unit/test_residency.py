@@ -13,7 +13,6 @@ from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run, Sync
 from flexrlhf.strategies.residency import DeviceMemory, resident_models
-from flexrlhf.strategies.schedule import walk
 
 SIX = "placement=[0.5,0.5,0.5,0.5,0.5,0.5]"
 VLLM = "rollout.engine=vllm"
@@ -46,7 +45,7 @@ def replay(plan: Plan, rank: int) -> list[int]:
         of_cache = plan.sizing.kv_bytes(plan.placement[name]) if name in woken else 0
         return memory.state(rank, name) - of_cache
 
-    for _, _, item in walk(plan.schedule, rank, plan.spec.steps):
+    for _, _, item in plan.schedule.walk(rank, plan.spec.steps):
         match item:
             case Offload(model=name):
                 assert name not in away, f"{name} is put away twice"
@@ -161,7 +160,7 @@ def awake_at(plan: Plan, rank: int) -> dict[str, list[bool]]:
     """Label of what a rank does, in order → whether its rollout engine is on the device, each time."""
     awake = "actor.rollout" not in plan.offloaded.get(rank, ())
     found: dict[str, list[bool]] = defaultdict(list)
-    for _, _, item in walk(plan.schedule, rank, plan.spec.steps):
+    for _, _, item in plan.schedule.walk(rank, plan.spec.steps):
         if isinstance(item, Offload | Reload):
             awake = isinstance(item, Reload) if item.model == "actor.rollout" else awake
         else:

@@ -24,7 +24,6 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.rollout_engine import with_rollout
 from flexrlhf.strategies.instructions import Eval, Move, Run, Sync
-from flexrlhf.strategies.schedule import walk
 from flexrlhf.weights.shards import parts_on
 from flexrlhf.weights.transfers import overlap
 
@@ -579,7 +578,7 @@ def test_only_answers_of_the_newest_weights_are_compared(
     for name in ("parity",) if importance else ("parity", "trainer_logprobs"):
         found = [
             step
-            for _, step, x in walk(plan.schedule, 0, steps)
+            for _, step, x in plan.schedule.walk(0, steps)
             if isinstance(x, Run) and x.operator.name == name and x.model == "actor"
         ]
         assert found == wanted, name

@@ -25,7 +25,6 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.schedule_text import schedule_table
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
-from flexrlhf.strategies.schedule import walk
 from flexrlhf.text import rank_marks, span_of
 
 HERE = Path(__file__).parent
@@ -244,10 +243,10 @@ def test_syncs_overlap_where_that_is_worth_memory(settings: tuple[str, ...], ove
 
 def test_with_lag_a_rank_walks_batches_behind_each_other() -> None:
     plan = whole_plan_of(SIX, 2, LAG)
-    labels = [(step, x.label) for _, step, x in walk(plan.schedule, 0, steps=2) if isinstance(x, Run)]
+    labels = [(step, x.label) for _, step, x in plan.schedule.walk(0, steps=2) if isinstance(x, Run)]
     late = ["advantages on actor", *OPERATORS[6:]]
     assert labels == [(step, label) for step in (0, 1) for label in late]
-    generated = [(loop // len(plan.schedule.instructions), step) for loop, step, x in walk(plan.schedule, 1, 2)]
+    generated = [(loop // len(plan.schedule.instructions), step) for loop, step, x in plan.schedule.walk(1, 2)]
     assert generated[0] == (0, 0)
     assert generated[-1] == (2, 1)
 
@@ -255,7 +254,7 @@ def test_with_lag_a_rank_walks_batches_behind_each_other() -> None:
 @pytest.mark.parametrize("rank", range(4))
 def test_the_walk_of_a_rank_is_ordered_and_names_it(rank: int) -> None:
     plan = whole_plan_of(SIX_APART, 4, LAG, "sync.every=2")
-    walked = list(walk(plan.schedule, rank, steps=5))
+    walked = list(plan.schedule.walk(rank, steps=5))
     assert [position for position, _, _ in walked] == sorted({position for position, _, _ in walked})
     assert all(rank in x.ranks and 0 <= step < 5 for _, step, x in walked)
 

@@ -33,7 +33,6 @@ from flexrlhf.placement.transfer import Primitive
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Run, Save, Sync
-from flexrlhf.strategies.schedule import walk
 from flexrlhf.timeline import Span
 
 CHUNKED = ("algorithm.num_mini_batches=4", "schedule.num_chunks=4", "algorithm.whiten=mini_batch")
@@ -232,7 +231,7 @@ def test_the_spans_are_those_of_the_trainers_loop(plan: Plan, steps: int) -> Non
     expected = Counter(
         (rank, x.kind, x.label, step, x.chunk)
         for rank in range(plan.placement.num_ranks)
-        for _, step, x in walk(plan.schedule, rank, steps)
+        for _, step, x in plan.schedule.walk(rank, steps)
     )
     assert keys(list(simulate(plan, AnalyticCosts()).spans(steps))) == expected
 

@@ -23,7 +23,7 @@ from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.guideline.simulation.usage import Prices, usage_of
 from flexrlhf.guideline.simulation.usage_text import usage_lines
-from flexrlhf.strategies.instructions import Run, without_turn
+from flexrlhf.strategies.instructions import Run
 from flexrlhf.text import bytes_text, table
 
 SHOWN = 3
@@ -150,7 +150,7 @@ def _reasons(advice: Advice) -> Iterator[str]:
     calls: dict[tuple[str, int | None], list[Cost]] = defaultdict(list)
     for item in best.simulation.regular:
         if isinstance(item.instruction, Run):
-            calls[without_turn(item.instruction.label), item.instruction.chunk].append(item.cost)
+            calls[Run.without_turn(item.instruction.label), item.instruction.chunk].append(item.cost)
     seconds = {call: sum(cost.seconds for cost in costs) for call, costs in calls.items()}
     for label, chunk in sorted(calls, key=lambda call: -seconds[call])[:SHOWN]:
         taken, longest = seconds[label, chunk], max(calls[label, chunk], key=lambda cost: cost.seconds)

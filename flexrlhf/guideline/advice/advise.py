@@ -54,7 +54,6 @@ from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.strategies.syncs import syncs_overlap
 
 CHUNKED = 3
 """Results of a search that are also tried in chunks."""
@@ -338,7 +337,7 @@ def _compare(compared: PlacementComparison, margin: float, max_lag: int) -> Mapp
         # the fastest without a lag is a start with one
         is_found = compared.search(label, space, _seeds(compared.proposed, space))
         # weights that travel in the background, although the YAML does not say so, need memory next to those in use
-        may_wait = space.spec.sync.overlap == "auto" and syncs_overlap(space.spec)
+        may_wait = space.spec.sync.overlap == "auto" and space.spec.syncs_overlap
         if space.has_shadows and may_wait and (compared.is_beaten(space) or _has_large_copy(space)):
             label, space = f"{label}, syncs in turn", with_syncs_in_turn(space)
             is_found = compared.search(label, space, _seeds(compared.proposed, space)) or is_found

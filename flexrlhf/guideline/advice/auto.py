@@ -20,7 +20,7 @@ from flexrlhf.plan.epochs import with_epochs
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import fitted
-from flexrlhf.strategies.strategy import COLOCATED
+from flexrlhf.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from flexrlhf.guideline.advice.choice import Advice
@@ -120,8 +120,8 @@ def _chosen(spec: Spec, advice: Advice, source: CostSource, has_settings: bool =
     # models that keep their settings have another time than the search found
     seconds = f", {best.seconds:.3g} s a step" * has_settings
     line = f"{spec.name}: {head} {placement_text(best)}, {best.candidate.strategy}{seconds} by {source.name}"
-    colocated = next((item for item in advice.feasible if item.candidate.name == COLOCATED), None)
-    if colocated is not None and best.candidate.strategy != COLOCATED:
+    colocated = next((item for item in advice.feasible if item.candidate.name == Strategy.COLOCATED), None)
+    if colocated is not None and best.candidate.strategy != Strategy.COLOCATED:
         longer = f"{colocated.seconds:.3g}" if has_settings else f"{colocated.seconds / best.seconds:.2f} times as long"
         line += f", {longer} with every model on all devices"
     settings = "; ".join(_settings(spec, chosen))

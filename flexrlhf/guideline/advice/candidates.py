@@ -22,7 +22,7 @@ from flexrlhf.guideline.search.problem import Assignment, Choice, device_bytes
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED, INTERLEAVING
+from flexrlhf.strategies.strategy import Strategy
 from flexrlhf.text import bytes_text
 
 Method = Literal["guideline", "search", "usual"]
@@ -57,9 +57,9 @@ class Candidate:
     @property
     def strategy(self) -> str:
         if self.space.has_shadows:
-            return DISAGGREGATED
+            return Strategy.DISAGGREGATED
         sizes = {choice.size for choice in self.assignment or ()}
-        return COLOCATED if sizes == {self.space.pool.num_devices} else INTERLEAVING
+        return Strategy.COLOCATED if sizes == {self.space.pool.num_devices} else Strategy.INTERLEAVING
 
 
 @dataclass(frozen=True)

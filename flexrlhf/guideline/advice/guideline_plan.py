@@ -33,7 +33,7 @@ from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule, 
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.placement.placed import ModelName
-from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED, INTERLEAVING
+from flexrlhf.strategies.strategy import Strategy
 
 Ranks = Mapping[str, tuple[int, ...]]
 """Placed model → its ranks."""
@@ -100,13 +100,13 @@ def _on_few_nodes(space: Space) -> GuidelineResult:
     if found is None:
         why = "halves are no whole devices" if ranks is None else "halves of the devices lack memory for it"
         return _colocated(space, {INTERLEAVE.name: why})
-    return replace(found, name=INTERLEAVING)
+    return replace(found, name=Strategy.INTERLEAVING)
 
 
 def _colocated(space: Space, misses: Misses) -> GuidelineResult:
     """Return all models on all devices, with idle ones in host memory if they do not fit otherwise."""
     everywhere: Ranks = {name: tuple(range(space.pool.num_devices)) for name in space.names}
-    return _with_idle_offloaded(space, everywhere, COLOCATED, misses)
+    return _with_idle_offloaded(space, everywhere, Strategy.COLOCATED, misses)
 
 
 def _with_idle_offloaded(space: Space, ranks: Ranks, name: str, misses: Misses) -> GuidelineResult:
@@ -142,7 +142,7 @@ def _disaggregated(space: Space) -> GuidelineResult:
         found = _first_that_fits(space, groups)
         if found is not None:
             return replace(found, misses={**found.misses, **misses})
-    return GuidelineResult(DISAGGREGATED, space, None, {})
+    return GuidelineResult(Strategy.DISAGGREGATED, space, None, {})
 
 
 def _step(total: int, per_node: int) -> int:
@@ -175,7 +175,7 @@ def _by_class(plain: Space, shadowed: Space | None) -> GuidelineResult:
     newer = plain.cluster.ranks_on(strongest)
     older = max(map(plain.cluster.ranks_on, others), key=len)
     if not all(ranks[-1] - ranks[0] + 1 == len(ranks) for ranks in (newer, older)):
-        return GuidelineResult(INTERLEAVING, plain, None, {})
+        return GuidelineResult(Strategy.INTERLEAVING, plain, None, {})
     misses = {SPARE_SHADOW.name: "the algorithm or the YAML has none"}
     if shadowed is not None:
         step = _step(len(newer), plain.pool.per_node)
@@ -184,7 +184,7 @@ def _by_class(plain: Space, shadowed: Space | None) -> GuidelineResult:
             return found
         misses = {SPARE_SHADOW.name: f"training needs the memory of all {len(newer)} {strongest}"}
     ranks: Ranks = {name: newer if name.role in plain.roles.trained else older for name in plain.names}
-    return _with_idle_offloaded(plain, ranks, INTERLEAVING, misses)
+    return _with_idle_offloaded(plain, ranks, Strategy.INTERLEAVING, misses)
 
 
 def _with_spare(space: Space, newer: Sequence[int], older: Sequence[int], spare: int) -> Ranks:
@@ -249,7 +249,7 @@ def _most_even(space: Space, groups: Sequence[Ranks], stay: bool) -> GuidelineRe
         misses[EVEN_PHASES.name] = "the request has room for 1 chunk"
     elif space.has_shadows and is_uneven:
         misses[EVEN_PHASES.name] = f"none of {len(assignments)} shares that fit are even"
-    return GuidelineResult(DISAGGREGATED, chunked, assignment, misses)
+    return GuidelineResult(Strategy.DISAGGREGATED, chunked, assignment, misses)
 
 
 def _phases(space: Space, assignment: Assignment) -> dict[str, float]:

@@ -19,7 +19,7 @@ from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
-from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED, INTERLEAVING
+from flexrlhf.strategies.strategy import Strategy
 from flexrlhf.text import bytes_text, counted
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
 
@@ -192,7 +192,7 @@ def _interleaves(item: JudgedPlan) -> Judgement:
         return None, item.nodes if role else "no two models for inference, or none fits one node"
     node = f" ({bytes_text(int(sizes.smallest_device * item.cluster.most_on_node))})" if sizes.are_known else ""
     reason = f"{role} ({bytes_text(int(sizes.weights[role]))}) fits one node{node} of {item.cluster.num_nodes}"
-    return plan.strategy == INTERLEAVING, f"{reason}; {plan.strategy}"
+    return plan.strategy == Strategy.INTERLEAVING, f"{reason}; {plan.strategy}"
 
 
 def _colocates(item: JudgedPlan) -> Judgement:
@@ -200,13 +200,13 @@ def _colocates(item: JudgedPlan) -> Judgement:
     if not item.is_small or fitting_role(sizes, plan.graph.trained, item.cluster) is not None:
         return None, item.nodes
     full = f", states fill {sizes.static_share:.0%} of their memory when sharded over all" if sizes.are_known else ""
-    return plan.strategy == COLOCATED, f"{counted(item.devices, 'device')}{full}; {plan.strategy}"
+    return plan.strategy == Strategy.COLOCATED, f"{counted(item.devices, 'device')}{full}; {plan.strategy}"
 
 
 def _disaggregates(item: JudgedPlan) -> Judgement:
     plan = item.plan
     applies = item.cluster.num_nodes > FEW_NODES and len(item.cluster.classes) == 1 and plan.graph.can_shadow
-    return plan.strategy == DISAGGREGATED if applies else None, f"{item.nodes}; {plan.strategy}"
+    return plan.strategy == Strategy.DISAGGREGATED if applies else None, f"{item.nodes}; {plan.strategy}"
 
 
 def _shadow_has_a_share(item: JudgedPlan) -> Judgement:
@@ -243,7 +243,7 @@ def _replicas_stay_in_nodes(item: JudgedPlan) -> Judgement:
 
 def _phases_are_even(item: JudgedPlan) -> Judgement:
     plan, phases = item.plan, item.simulation.part_seconds
-    if plan.strategy != DISAGGREGATED:
+    if plan.strategy != Strategy.DISAGGREGATED:
         return None, f"{plan.strategy}: phases take turns on the same devices"
     chunks, lag = plan.batch.num_chunks, plan.schedule.lag
     text = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in phases.items())
@@ -298,7 +298,7 @@ def _fills_static_memory(item: JudgedPlan) -> Judgement:
 def _is_colocated_on_few(item: JudgedPlan) -> Judgement:
     plan, devices = item.plan, item.devices
     return (
-        plan.strategy == COLOCATED if devices <= FEW_DEVICES else None,
+        plan.strategy == Strategy.COLOCATED if devices <= FEW_DEVICES else None,
         f"{counted(devices, 'device')}; {plan.strategy}",
     )
 
@@ -306,7 +306,7 @@ def _is_colocated_on_few(item: JudgedPlan) -> Judgement:
 def _is_distributed_on_many(item: JudgedPlan) -> Judgement:
     plan, devices = item.plan, item.devices
     return (
-        plan.strategy != COLOCATED if devices > FEW_DEVICES else None,
+        plan.strategy != Strategy.COLOCATED if devices > FEW_DEVICES else None,
         f"{counted(devices, 'device')}; {plan.strategy}",
     )
 
@@ -324,9 +324,9 @@ def _largest_has_most(item: JudgedPlan) -> Judgement:
 
 
 FLEXRLHF, HYBRIDFLOW, REAL = "FlexRLHF", "HybridFlow", "ReaL"
-INTERLEAVE = GuidelineRule("interleave what fits a node", FLEXRLHF, _interleaves, INTERLEAVING)
-COLOCATE = GuidelineRule("co-locate where devices are scarce", FLEXRLHF, _colocates, COLOCATED)
-DISAGGREGATE = GuidelineRule("disaggregate beyond two nodes", FLEXRLHF, _disaggregates, DISAGGREGATED)
+INTERLEAVE = GuidelineRule("interleave what fits a node", FLEXRLHF, _interleaves, Strategy.INTERLEAVING)
+COLOCATE = GuidelineRule("co-locate where devices are scarce", FLEXRLHF, _colocates, Strategy.COLOCATED)
+DISAGGREGATE = GuidelineRule("disaggregate beyond two nodes", FLEXRLHF, _disaggregates, Strategy.DISAGGREGATED)
 SHADOW_SHARE = GuidelineRule("30 to 50 % for the shadow actor alone", FLEXRLHF, _shadow_has_a_share)
 IN_NODES = GuidelineRule("replicas inside nodes", FLEXRLHF, _replicas_stay_in_nodes)
 EVEN_PHASES = GuidelineRule("even phases in pipelined chunks", FLEXRLHF, _phases_are_even)
@@ -343,7 +343,7 @@ RULES = (
     IN_NODES,
     EVEN_PHASES,
     STOP_BEFORE_FULL,
-    GuidelineRule("co-locate small clusters", HYBRIDFLOW, _is_colocated_on_few, COLOCATED),
+    GuidelineRule("co-locate small clusters", HYBRIDFLOW, _is_colocated_on_few, Strategy.COLOCATED),
     GuidelineRule("distribute on large clusters", HYBRIDFLOW, _is_distributed_on_many),
     GuidelineRule("devices by size of the trained models", HYBRIDFLOW, _largest_has_most),
     GuidelineRule("static memory of 60 %", REAL, _fills_static_memory),

@@ -19,7 +19,7 @@ from flexrlhf.guideline.advice.searched_step import is_allowed
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space import Space, on_all_devices
 from flexrlhf.guideline.search.branch_and_bound import search
-from flexrlhf.strategies.strategy import COLOCATED
+from flexrlhf.strategies.strategy import Strategy
 
 
 def usual(space: Space, seconds: float, gap: float) -> Iterator[Candidate]:
@@ -32,7 +32,7 @@ def usual(space: Space, seconds: float, gap: float) -> Iterator[Candidate]:
     roles, one = space.roles.all, Fraction(1)
     everywhere = (one,) * len(roles)
     yield _usual_colocated(space, seconds, gap)
-    yield _usual(space, f"{COLOCATED} ZeRO-3", everywhere, _is_zero3)
+    yield _usual(space, f"{Strategy.COLOCATED} ZeRO-3", everywhere, _is_zero3)
     yield _usual(space, "standalone", (one / len(roles),) * len(roles))
     if set(roles) == set(PPO_ROLES):
         yield _usual(space, "split", (one / 2,) * len(roles))
@@ -49,8 +49,9 @@ def _usual_colocated(space: Space, seconds: float, gap: float) -> Candidate:
     """Return all models on all devices, each with its fastest settings that fit."""
     result = search(on_all_devices(space), seconds, gap)
     if result.is_feasible and is_allowed(result.seconds):
-        return Candidate("usual", COLOCATED, space, result.assignment)
-    return Candidate("usual", COLOCATED, space, None, TOO_LARGE if result.pruned_by_memory else "no settings there")
+        return Candidate("usual", Strategy.COLOCATED, space, result.assignment)
+    reason = TOO_LARGE if result.pruned_by_memory else "no settings there"
+    return Candidate("usual", Strategy.COLOCATED, space, None, reason)
 
 
 def _usual(space: Space, name: str, vector: Vector, allowed: Allowed | None = None) -> Candidate:

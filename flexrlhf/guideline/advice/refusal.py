@@ -38,7 +38,7 @@ from flexrlhf.plan.changes import (
     paired_changes,
     request_changes,
 )
-from flexrlhf.strategies.strategy import COLOCATED, DISAGGREGATED
+from flexrlhf.strategies.strategy import Strategy
 from flexrlhf.text import bytes_text
 
 TRIES = 15
@@ -68,7 +68,7 @@ def last_resort(base: Space, tries: Iterator[int] | None = None) -> FeasibleCand
         for name, variant in (*reversed([*offloaded_spaces(space, offload_sets(space))]), ("memory full", space)):
             if next(tries, None) is None:
                 return None
-            is_colocated = space.spec.schedule.strategy == COLOCATED
+            is_colocated = space.spec.schedule.strategy == Strategy.COLOCATED
             problem = on_all_devices(variant) if is_colocated else variant.problem
             result = search(problem, SPACE_SECONDS, GAP)
             for item in result.best[:CHECKED]:
@@ -85,7 +85,7 @@ def last_spaces(base: Space) -> Iterator[tuple[str, Space]]:
     if not base.must_have_shadows:
         plain = with_schedule(base, schedule.num_chunks, 0)
         yield "without shadows", replace(plain.leaner or plain, usable=1.0)
-    if base.may_have_shadows and schedule.strategy in (None, DISAGGREGATED):
+    if base.may_have_shadows and schedule.strategy in (None, Strategy.DISAGGREGATED):
         space = with_syncs_in_turn(base) if base.spec.sync.overlap == "auto" else base
         yield "with shadows", replace(space.leaner or space, has_shadows=True, usable=1.0)
 

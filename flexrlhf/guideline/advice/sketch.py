@@ -21,7 +21,7 @@ from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.engine_checks import check_operators
 from flexrlhf.plan.pipeline import run_graph
 from flexrlhf.strategies.instructions import Instruction, Run, Sync
-from flexrlhf.strategies.strategy import STRATEGIES
+from flexrlhf.strategies.strategy import Strategy
 
 PlacedCallKind = OperatorKind | Literal["switch"]
 """OperatorKind of an operator, or "switch": a transfer of the model's tensors to or from host memory."""
@@ -193,7 +193,7 @@ class Sketch:
     @cached_property
     def _ordered(self) -> tuple[Instruction, ...]:
         """All instructions as the strategy orders them for the sketch, with a prompt in each mini-batch."""
-        strategy = next(each for each in STRATEGIES.values() if each.matches(self.placement))
+        strategy = next(each for each in Strategy.ALL.values() if each.matches(self.placement))
         batch = BatchShape.of(self.spec)
         prompts = batch.num_mini_batches * batch.attempts
         batch = replace(batch, num_prompts=prompts, samples_per_prompt=1, segments=1)

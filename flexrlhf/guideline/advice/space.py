@@ -41,7 +41,7 @@ from flexrlhf.placement.rollout import rollout_settings
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
 from flexrlhf.plan.pipeline import resolve
-from flexrlhf.strategies.strategy import DISAGGREGATED
+from flexrlhf.strategies.strategy import Strategy
 
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks that are tried."""
@@ -83,7 +83,7 @@ class Space(SearchedStep):
     def must_have_shadows(self) -> bool:
         """Whether no other placement has a plan: of a lag, rare syncs, or the strategy that the YAML sets."""
         schedule = self.spec.schedule
-        return bool(schedule.lag) or self.spec.sync.every > 1 or schedule.strategy == DISAGGREGATED
+        return bool(schedule.lag) or self.spec.sync.every > 1 or schedule.strategy == Strategy.DISAGGREGATED
 
     @cached_property
     def leaner(self) -> Space | None:

@@ -13,7 +13,7 @@ from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.variants import Variant, Variants
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.strategy import DISAGGREGATED
+from flexrlhf.strategies.strategy import Strategy
 
 LEAST_GAIN = 0.02
 """Share of the samples per second below which a larger lag counts as no gain: its batches are older."""
@@ -75,7 +75,7 @@ def _check(plan: Plan, most_lag: int) -> None:
             f"{name}: {plan.spec.algorithm.name} generates nothing, so it has neither lags nor segments to compare; "
             f"simulate without --lags and --segments"
         )
-    if most_lag and plan.strategy != DISAGGREGATED:
+    if most_lag and plan.strategy != Strategy.DISAGGREGATED:
         copy = f"{generated}.{'rollout' if plan.spec.rollout.has_copy else 'shadow'}"
         apart = f"give {copy} devices of its own, such as --set 'placement={{{copy}: 0.5, {generated}: 0.5, ...}}'"
         if plan.placement.operators:

@@ -15,7 +15,7 @@ from statistics import median
 from flexrlhf.config.user_paths import instead_of, is_json
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import Simulation
-from flexrlhf.strategies.instructions import without_turn
+from flexrlhf.strategies.instructions import Run
 from flexrlhf.timeline import Span, Trace
 
 WARM_UP_STEPS = 1
@@ -139,7 +139,7 @@ def _by_label(spans: Iterable[Span], steps: range) -> dict[tuple[str, str], list
     groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in spans:
         if span.step in steps:
-            groups[span.kind, without_turn(span.label)].append(span)
+            groups[span.kind, Run.without_turn(span.label)].append(span)
     return groups
 
 

@@ -24,7 +24,7 @@ from flexrlhf.memory.transfer_bytes import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.layout import BatchShape, common_range
+from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import (
@@ -38,7 +38,6 @@ from flexrlhf.strategies.instructions import (
     Run,
     Save,
     Sync,
-    columns_read,
 )
 from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
@@ -283,10 +282,10 @@ def is_ring(model: PlacedModel, shape: ModelShape) -> bool:
 
 def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Run, reader: Run) -> int:
     """Return the padded bytes of all rows of the columns that ``writer`` writes and ``reader`` reads."""
-    common = common_range(writer.mini_batches, reader.mini_batches)
+    common = writer.common_mini_batches(reader)
     shape = attempt_shape(batch, writer)
     num_rows = shape.samples_per_prompt * sum(len(shape.prompts(m)) for m in common)
-    reads = columns_read(reader.operator, reader.attempt, writer.attempt)
+    reads = reader.operator.columns_read(reader.attempt, writer.attempt)
     columns = (column for column in writer.operator.writes if column in reads)
     return num_rows * sum(map(lengths.row_bytes, columns))
 

@@ -19,7 +19,7 @@ from flexrlhf.guideline.simulation.usage import Prices, usage_of
 from flexrlhf.guideline.simulation.usage_text import usage_lines
 from flexrlhf.plan.largest_batch import longest_text_line
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync, without_turn
+from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
 from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, span_of
 
 LABEL_WIDTH, RANKS_WIDTH = 52, 24
@@ -133,7 +133,7 @@ def _instructions(simulation: Simulation) -> Iterator[str]:
     """
     groups: dict[tuple[str, str], list[PricedInstruction]] = defaultdict(list)
     for item in simulation.regular:
-        groups[item.instruction.kind, without_turn(item.instruction.label)].append(item)
+        groups[item.instruction.kind, Run.without_turn(item.instruction.label)].append(item)
     num_ranks = simulation.plan.placement.num_ranks
     width = min(LABEL_WIDTH, max((len(label) for _, label in groups), default=0))
     margin = len(rank_marks((), num_ranks))
