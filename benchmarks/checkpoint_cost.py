@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from flexrlhf.data.quickstart import config_paths
-from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.runs.run_directory import RunDirectory
 
 NAMES = {"without": (), "with": ("checkpoint.every=1",)}
 
@@ -33,7 +33,7 @@ def run(name: str, steps: int) -> Path:
 
 def step_seconds(directory: Path) -> list[float]:
     """Return the times of all steps but the first, in which libraries warm up."""
-    return [row["seconds"] for row in read_lines(directory / "metrics.jsonl")[1:]]
+    return [row["seconds"] for row in RunDirectory(directory).metrics.read()[1:]]
 
 
 def blocked_seconds(directory: Path) -> list[float]:

@@ -27,7 +27,7 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.resume import ORDERS, RunOrder
-from flexrlhf.runs.run_directory import prepare_directory
+from flexrlhf.runs.run_directory import RunDirectory
 
 TESTS = Path(__file__).parents[1] / "tests"
 INIT: dict[str, Any] = {
@@ -98,7 +98,7 @@ def peak_on_accelerator(directory: Path, number: int, plan: Plan) -> int:
     count = plan.lengths.response - 1
     texts = {"prompt": " ".join(WORDS[: PROMPT - 1]), "response": " ".join(WORDS[n % len(WORDS)] for n in range(count))}
     (directory / f"{number}.jsonl").write_text("\n".join([json.dumps(texts)] * 2 * TEXTS))
-    prepare_directory(plan, format_plan(plan), continues=False).close()
+    RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
     (directory / "orders").write_bytes(ORDERS.dump_json([RunOrder(plan.spec)]))
     library = host_accelerator.built(directory)
     run_ranks("accelerator_ranks", library, directory / "orders", number=plan.placement.num_ranks, seconds=1800)

@@ -16,7 +16,7 @@ from statistics import median
 
 from flexrlhf import ExecutionEngine, Session
 from flexrlhf.data.quickstart import config_paths
-from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.runs.run_directory import RunDirectory
 
 VECTOR = (1, 1, 0.5, 0.5)
 WAYS = ("planned", "called", "called, read")
@@ -48,7 +48,7 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for way in WAYS:
             # the first steps warm up
-            rows[way] += read_lines(run(way, arguments.steps) / "metrics.jsonl")[2:]
+            rows[way] += RunDirectory(run(way, arguments.steps)).metrics.read()[2:]
     planned = median(row["seconds"] for row in rows["planned"])
     for way, of_way in rows.items():
         seconds = median(row["seconds"] for row in of_way)

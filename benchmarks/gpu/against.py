@@ -18,7 +18,7 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.run_directory import read_status
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.verify.comparison import RecordedRun
 from flexrlhf.verify.deviations import first_beyond, is_exact
 from flexrlhf.verify.sides import check_comparable, short_spec, side_text
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _finished(plan: Plan, factory: RankFactory | None) -> RecordedRun:
-    status = read_status(plan.spec.directory)
+    status = RunDirectory(plan.spec.directory).status
     return RecordedRun(plan) if status is not None and status.state == "finished" else run_side(plan, factory)
 
 

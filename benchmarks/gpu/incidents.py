@@ -22,7 +22,7 @@ from benchmarks.gpu.mechanisms import compared, run_directory
 from benchmarks.gpu.results import LeftOut, Row
 from flexrlhf.config.output_settings import CheckpointSpec
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.runs.run_directory import read_status
+from flexrlhf.runs.run_directory import RunDirectory
 
 BASE = "grpo-faulty"
 RUN = (sys.executable, "-m", "flexrlhf", "run")
@@ -127,7 +127,7 @@ def run_resumed(job: Job, budget: TimeBudget) -> Iterator[Row | LeftOut]:
     try:
         with suppress(Failed):
             budget.run([*RUN, _write_side(run, first, job)], planted)
-        status = read_status(run)
+        status = RunDirectory(run).status
         if status is None or status.state != "stopped":
             yield Row(stage, name, f"failed: not stopped by SIGTERM, {status}", {"failed": 1})
             return

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.real.stages import Stage
-from flexrlhf.runs.recorded_columns import RecordedColumn, read_columns
+from flexrlhf.runs.recorded_columns import RecordedColumn, RecordedColumns
 from flexrlhf.verify.deviations import IN_NATS, NOT_COMPARED
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "real"
@@ -63,7 +63,7 @@ def _run(name: str, stage: Stage, changes: Sequence[str], work: Path) -> Outcome
     seconds = time.monotonic() - begin
     lines = (work / name / "metrics.jsonl").read_text().splitlines()
     placement = changes[0].partition("=")[2] if changes else "every model on both ranks"
-    return Outcome(name, placement, seconds, [json.loads(line) for line in lines], read_columns(work / name, 0))
+    return Outcome(name, placement, seconds, [json.loads(line) for line in lines], RecordedColumns(work / name).read(0))
 
 
 def equal_columns(first: Outcome, second: Outcome) -> str:

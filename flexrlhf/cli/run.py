@@ -256,14 +256,13 @@ def _print_plans(plans: Sequence[Plan], due: Sequence[Plan], *, is_resumed: bool
 
 def _print_summary(plan: Plan) -> None:
     """Print the metrics, samples and memory of a run."""
-    from flexrlhf.runs.run_directory import read_facts, read_lines
+    from flexrlhf.runs.run_directory import RunDirectory
 
-    directory = plan.spec.directory
-    rows, samples = read_lines(directory / "metrics.jsonl"), read_lines(directory / "samples.jsonl")
+    directory = RunDirectory(plan.spec.directory)
+    rows, samples = directory.metrics.read(), directory.samples.read()
     width = width_of_output()
     typer.echo("\n" + format_summary(plan.spec.name, str(directory), rows, samples, width))
-    facts = read_facts(directory / "timeline.json")
-    typer.echo("\n".join(measured_memory(plan, facts, width)))
+    typer.echo("\n".join(measured_memory(plan, directory.facts(), width)))
     check_scores(plan, rows)
 
 

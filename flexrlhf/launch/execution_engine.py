@@ -14,7 +14,7 @@ from flexrlhf.launch.preparation import prepare_job
 from flexrlhf.launch.rank_factory import lasting_factory
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.suggestions import check_fits
-from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.runs.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,4 @@ class ExecutionEngine:
         prepare_job([self.plan], Hosts(), resume=self._resume, accepts=self._accepts).start(factory=factory)
         directory = self.plan.spec.directory
         models = {role: directory / role for role in self.plan.graph.trained}
-        return RunResult(directory, read_lines(directory / "metrics.jsonl"), models)
+        return RunResult(directory, RunDirectory(directory).metrics.read(), models)

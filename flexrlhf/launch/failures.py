@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.flight_log import ENDED, FAILURE, Flight, complete_records, read_flight, running_directory
+from flexrlhf.runs.flight_log import Flight, FlightLogs
 from flexrlhf.trainer.flight_record import model_names
 
 Kind = Literal["killed", "user", "error", "node", "waited", "closed", "ended"]
@@ -101,20 +101,24 @@ class FailureReporter:
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> list[Failure]:
         """Write the records that ranks could not write themselves; return the failures, one for each failed rank."""
-        directory = running_directory(self._directories)
-        flights = {rank: read_flight(directory, rank) if directory is not None else None for rank in self._ranks}
+        logs = self._logs()
+        flights = {rank: logs.read(rank) if logs is not None else None for rank in self._ranks}
         found = {rank: self._failure(rank, failure, flights.get(rank)) for rank, failure in failures.items()}
-        if directory is not None:
-            reasons = {rank: found[rank].sentence if rank in found else ENDED for rank in self._ranks}
-            complete_records(directory, reasons)
-            self.record = directory / FAILURE
+        if logs is not None:
+            logs.complete(self._ranks, {rank: failure.sentence for rank, failure in found.items()})
+            self.record = logs.records
         return list(found.values())
 
     def place(self) -> str:
         """Return where the first rank of this machine was, such as ``rank 2 was at step 3, ...``; may be empty."""
-        directory, rank = running_directory(self._directories), self._ranks[0]
-        place = read_flight(directory, rank).place if directory is not None else ""
+        logs, rank = self._logs(), self._ranks[0]
+        place = logs.read(rank).place if logs is not None else ""
         return f"rank {rank} was at {place}" if place else ""
+
+    def _logs(self) -> FlightLogs | None:
+        """Return the logs of the run that has not ended well: the last one with logs, of the runs of a command."""
+        found = [logs for logs in map(FlightLogs, self._directories) if logs.are_there]
+        return found[-1] if found else None
 
     def _failure(self, rank: int, failure: ProcessFailure, flight: Flight | None) -> Failure:
         """Return the failure of a rank, with its last instruction and the first line of its error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -15,7 +15,7 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.resume import Resumption, RunOrder
-from flexrlhf.runs.run_directory import prepare_directory, read_status, write_status
+from flexrlhf.runs.run_directory import RunDirectory
 
 Watch = Callable[[Path], AbstractContextManager[object]]
 
@@ -94,24 +94,17 @@ class Job:
             yield
         except (Interrupted, KeyboardInterrupt):
             for run in self.runs if keeps else ():
-                _mark_stopped(run.plan.spec.directory)
+                RunDirectory(run.plan.spec.directory).mark_stopped()
             raise
         finally:
             for lock in locks:
                 lock.close()
 
 
-def _mark_stopped(directory: Path) -> None:
-    """Write that a run has stopped, if its ranks were ended in its middle."""
-    status = read_status(directory)
-    if status is not None and status.state == "running":
-        write_status(directory, replace(status, state="stopped"))
-
-
 def stopped_sentence(plans: Sequence[Plan]) -> str:
     """Return where the job has stopped on a request, and the command that goes on with it."""
     for plan in plans:
-        status = read_status(plan.spec.directory)
+        status = RunDirectory(plan.spec.directory).status
         if status is not None and status.state == "stopped":
             saved = f"{plan.spec.name} has stopped after {status.next_step} of {status.steps} steps"
             return f"{saved}; the same command with --resume goes on" if status.next_step else saved
@@ -120,4 +113,7 @@ def stopped_sentence(plans: Sequence[Plan]) -> str:
 
 def _make_directories(runs: Sequence[Resumption]) -> tuple[IO[str], ...]:
     """Make the directories; each one's lock is to be closed when the job ends."""
-    return tuple(prepare_directory(run.plan, format_plan(run.plan), run.continues) for run in runs)
+    return tuple(
+        RunDirectory(run.plan.spec.directory).prepare(run.plan.spec, format_plan(run.plan), run.continues)
+        for run in runs
+    )

@@ -30,7 +30,7 @@ from flexrlhf.comm.store import second_connection
 from flexrlhf.comm.world import World
 from flexrlhf.launch.failures import sentence_of, write_error
 from flexrlhf.launch.lifetime import has_launcher
-from flexrlhf.runs.flight_log import TERMINATED, write_partial_timeline
+from flexrlhf.runs.flight_log import FlightLogs
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.stop_requests import END_NOW
 
@@ -143,7 +143,7 @@ class RankWatch:
         while not self._closed.is_set():
             ready, _, _ = select.select([self._read], [], [], CHECK_SECONDS)
             if ready and signal.SIGTERM in os.read(self._read, 64) and not self._is_request():
-                self._record(TERMINATED)
+                self._record(FlightLogs.TERMINATED)
                 _die_of_sigterm()
             if time.monotonic() - self._contact > self._limit and not self._closed.is_set():
                 self._end(f"{self._here}: the job's store {self._silence}")
@@ -229,7 +229,7 @@ class RankWatch:
         if self._flight is not None:
             self._flight.write(reason, stack)
             if not has_launcher():
-                write_partial_timeline(self._flight.directory)
+                self._flight.directory.flights.write_timeline()
 
 
 def _do_nothing(_: int, __: FrameType | None) -> None:

@@ -23,10 +23,9 @@ from flexrlhf.launch.preparation import checked_job
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.report.run_contents import METRICS, REPLANS
 from flexrlhf.report.run_record import read_record, restart_seconds
 from flexrlhf.runs.resume import AUTO, resume_runs
-from flexrlhf.runs.run_directory import read_lines, read_status
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.trainer.stop_requests import REPLAN
 
 LOOK_SECONDS = 0.5
@@ -98,28 +97,28 @@ class Replanner:
 
     def _is_due(self, plan: Plan) -> bool:
         """Whether a run goes on, and so many further steps have been trained since its start or the last decision."""
-        status = read_status(plan.spec.directory)
+        directory = RunDirectory(plan.spec.directory)
+        status = directory.status
         if status is None or status.state != "running" or status.start_seconds is None:
             return False
         start = plan.spec.name, status.next_step
-        turn = (last_step(plan.spec.directory) + 1 - status.next_step) // self._every
+        turn = (last_step(directory) + 1 - status.next_step) // self._every
         before, self._turns[start] = self._turns.get(start, 0), turn
         return turn > before
 
     def _decide(self, plan: Plan) -> Plan | None:
         """Return the plan to go on with; None: the run goes on as it is. Writes and prints the decision."""
-        name, directory = plan.spec.name, plan.spec.directory
+        name, directory = plan.spec.name, RunDirectory(plan.spec.directory)
         try:
-            run = measured_run(read_record(directory, plan))
+            run = measured_run(read_record(directory.path, plan))
             restart = restart_seconds(run) if self._restart is None else self._restart
             found = replan(run, restart, self._written.get(name), SEARCH_SECONDS)
-            goes = found.switches and not returns(found, read_lines(directory / REPLANS))
+            goes = found.switches and not returns(found, directory.replans.read())
             chosen = make_plan(found.best.candidate.spec) if goes else None
         except UserError as error:
             print(f"{name}: not re-planned: {error}", flush=True)
             return None
-        with (directory / REPLANS).open("a") as file:
-            file.write(json.dumps(replan_row(found, goes)) + "\n")
+        directory.replans.append(replan_row(found, goes))
         first, *_, last = lines = format_replan(found).splitlines()
         kept = ", which it has left at this length: go on as it is" if found.switches and not goes else ""
         print("\n".join(lines) if goes else f"{first}; {last}{kept}", flush=True)
@@ -151,9 +150,9 @@ def _continued(job: Job, chosen: Plan) -> Job:
     return checked_job(runs, job.hosts) if runs else replace(job, runs=())
 
 
-def last_step(directory: Path) -> int:
+def last_step(directory: RunDirectory) -> int:
     """Return the last step of a run that has a row of metrics; -1 without any."""
-    path = directory / METRICS
+    path = directory.metrics.path
     if not path.is_file():
         return -1
     with path.open("rb") as file:

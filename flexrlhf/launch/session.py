@@ -41,7 +41,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import examples_of
 from flexrlhf.plan.run_tokenizer import load_run_tokenizer
 from flexrlhf.plan.suggestions import check_fits
-from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Offload, Release, Reload, Run
 from flexrlhf.text import counted
@@ -269,7 +269,7 @@ class Session:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of ``metrics.jsonl`` so far, one for each step."""
-        return read_lines(self.directory / "metrics.jsonl")
+        return RunDirectory(self.directory).metrics.read()
 
     def trace(self) -> Plan:
         """Return the plan whose step is the last one that the program called, which ``simulate`` prices."""

@@ -29,7 +29,7 @@ from flexrlhf.launch.rendezvous import NodeRendezvous
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS, OWN, SHARED, RunOrder
-from flexrlhf.runs.run_directory import read_status
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.signals import SAVING, Ending, StopSignal, check_stopped, end_by_another, handled, sentence_of
 from flexrlhf.text import counted
 from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
@@ -73,7 +73,7 @@ def launch(
 
 def _state(order: RunOrder) -> str:
     """Return the state of a run by its directory; empty without one."""
-    status = read_status(order.spec.directory)
+    status = RunDirectory(order.spec.directory).status
     return "" if status is None else status.state
 
 

@@ -41,9 +41,8 @@ from flexrlhf.plan.operator_protocols import PROTOCOLS, own_splits
 from flexrlhf.plan.pipeline import make_plan, make_plans
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData, data_sources, load_run_data
-from flexrlhf.runs.manifest import checkpoints_of
 from flexrlhf.runs.resume import ORDERS, OWN, RunOrder
-from flexrlhf.runs.run_directory import RunStatus, read_status, write_status, writing_to
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles, open_run_files
 from flexrlhf.trainer.call_feed import CallFeed
 from flexrlhf.trainer.called_steps import CalledSteps, CalledTrainer
@@ -147,13 +146,14 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
 
     ``earlier``: directories of the runs before it.
     """
-    debug, files, directory, began = order.spec.debug, rank.files, order.spec.directory, time.time()
+    debug, files, began = order.spec.debug, rank.files, time.time()
+    directory = RunDirectory(order.spec.directory)
     world = rank.world.under(debug)
     files.receive_inputs(order.spec, earlier, world)
     plan = make_plan(order.spec)
     name, send = plan.spec.name, rank.send
     flight = FlightRecord(plan, world, directory)
-    with rank.watch.over(flight), writing_to(directory):
+    with rank.watch.over(flight), directory.writing():
         send(RunBegins(name, run_title(plan, world.device.type), where_models_are(plan), plan.spec.steps))
         send(Doing(name, "reading the data"))
         data = load_run_data(plan)
@@ -173,15 +173,14 @@ def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
         files.remove_received(plan, world)
         start_seconds = rank.join_seconds + time.time() - began
         if files.keeps:
-            write_status(directory, RunStatus("running", first, plan.spec.steps, start_seconds))
+            directory.write_status("running", first, plan.spec.steps, start_seconds)
         next_step = trainer.run() if steps is None else _called(order, opened, trainer, steps, start)
         opened.close()
     send(RunEnds(name, next_step))
     if files.keeps:
         is_finished = next_step == plan.spec.steps
-        status = RunStatus("finished" if is_finished else "stopped", next_step, plan.spec.steps, start_seconds)
-        with writing_to(directory):
-            write_status(directory, status)
+        with directory.writing():
+            directory.write_status("finished" if is_finished else "stopped", next_step, plan.spec.steps, start_seconds)
     return next_step
 
 
@@ -221,11 +220,11 @@ def _continued(order: RunOrder, world: World) -> tuple[RunOrder, bool]:
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return order, False
-    directory, key = order.spec.directory, f"found/{order.spec.name}"
+    directory, key = RunDirectory(order.spec.directory), f"found/{order.spec.name}"
     if world.rank == 0:
-        status = read_status(directory)
+        status = directory.status
         is_finished = status is not None and status.state == "finished"
-        world.store.set(key, json.dumps([is_finished, list(map(str, checkpoints_of(directory)))]))
+        world.store.set(key, json.dumps([is_finished, list(map(str, directory.checkpoints))]))
     world.wait_for(world.store, {key: "rank 0"}, f"what is there of {order.spec.name}", order.spec.timeout_seconds)
     is_finished, names = json.loads(world.store.get(key))
     return replace(order, candidates=(*map(Path, names), *order.candidates)), is_finished

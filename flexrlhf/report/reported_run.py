@@ -22,6 +22,7 @@ from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.step_times import StepTime, last_steps, settled_steps, step_times
 from flexrlhf.report.timeline_picture import MOST_SPANS, MOST_STEPS, Lane, ShownTimeline, lanes_of
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.calls import CalledStep
 from flexrlhf.timeline import Span
 from flexrlhf.weights.shapes import ModelShape
@@ -157,8 +158,8 @@ def plan_of_run(contents: RunContents) -> tuple[Plan | None, tuple[str, ...]]:
     try:
         return _as_called(plan, contents), missing
     except UserError as error:
-        file = contents.directory / CalledStep.FILE
-        return plan, (*missing, f"the schedule is as planned, not as called: {file}: {error}")
+        calls = RunDirectory(contents.directory).calls.path
+        return plan, (*missing, f"the schedule is as planned, not as called: {calls}: {error}")
 
 
 def _as_called(plan: Plan, contents: RunContents) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,15 +16,11 @@ from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.report.file_reader import DAMAGE, FileReader, Row, RowReader, read_json
 from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.row_forms import CALLS_ROW, FACTS, FAILURE_RECORD, METRIC_ROW, REPLAN_ROW, SAMPLE_ROW
-from flexrlhf.runs.flight_log import ENDED, FAILURE, FLIGHT, TERMINATED, TIMELINE, logged_spans
-from flexrlhf.runs.run_directory import LOCK, STATUS, read_status
-from flexrlhf.strategies.calls import CalledStep
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.text import counted, shortened
 from flexrlhf.timeline import Span, Trace
 
 CONFIG, PLAN, METRICS, SAMPLES, TRACE = "config.yaml", "plan.txt", "metrics.jsonl", "samples.jsonl", "timeline.json"
-REPLANS = "replans.jsonl"
-"""Decisions of a run whether to go on under another placement."""
 MOST_FAILURES = 8
 """Reasons of a failed run that are shown."""
 MOST_OF_FAILURE, MOST_CHARACTERS = 2000, 1_000_000
@@ -82,16 +77,16 @@ class RunContents:
 def read_contents(directory: Path) -> RunContents:
     """Read the directory of a run. Raises UserError if there is no run in it."""
     check_run_directory(directory)
-    files = FileReader(directory)
+    files, run = FileReader(directory), RunDirectory(directory)
     yaml, spec = _read_config(files)
     rows = files.rows(METRICS, METRIC_ROW, MetricTable, MetricTable())
     none: Iterable[Row] = ()
     samples = files.rows(SAMPLES, SAMPLE_ROW, _checked, none)
-    spans, facts = _read_timeline(files)
-    state, next_step, steps = _progress(files, rows)
-    calls = files.rows(CalledStep.FILE, CALLS_ROW, _last_two, _NONE)
-    replans = files.rows(REPLANS, REPLAN_ROW, _all, _NONE)
-    failures = tuple(_failures(files)) if state == "failed" else ()
+    spans, facts = _read_timeline(files, run)
+    state, next_step, steps = _progress(files, run, rows)
+    calls = files.rows(run.calls.path.name, CALLS_ROW, _last_two, _NONE)
+    replans = files.rows(run.replans.path.name, REPLAN_ROW, _all, _NONE)
+    failures = tuple(_failures(files, run)) if state == "failed" else ()
     if not rows:
         files.notes.append("no step has been recorded yet, so there are no curves")
     return RunContents(
@@ -138,18 +133,14 @@ def check_run_directory(directory: Path) -> None:
         others = [str(each) for each in _runs_in(directory.parent)] or [str(each) for each in _runs_in(Path("runs"))]
         known = nearest(str(directory), others) or (f"; there are {', '.join(others[:4])}" if others else "")
         raise UserError(f"run {directory}: no such directory{known}")
-    if not _is_run(directory):
+    if not RunDirectory(directory).is_there:
         inside = [str(each) for each in _runs_in(directory)]
         hint = f"; give one of {', '.join(inside[:4])}" if inside else ""
-        raise UserError(f"run {directory}: no run in it, neither {CONFIG} with {STATUS} nor {METRICS}{hint}")
-
-
-def _is_run(directory: Path) -> bool:
-    return (directory / METRICS).is_file() or ((directory / CONFIG).is_file() and (directory / STATUS).is_file())
+        raise UserError(f"run {directory}: no run in it, neither {CONFIG} with status.json nor {METRICS}{hint}")
 
 
 def _runs_in(directory: Path) -> list[Path]:
-    return [each for each in sorted(directory.iterdir()) if _is_run(each)] if directory.is_dir() else []
+    return [each for each in sorted(directory.iterdir()) if RunDirectory(each).is_there] if directory.is_dir() else []
 
 
 def _read_config(files: FileReader) -> tuple[str, Spec | None]:
@@ -171,26 +162,24 @@ def _text(path: Path) -> str:
         return file.read(MOST_CHARACTERS)
 
 
-def _read_timeline(files: FileReader) -> tuple[tuple[Span, ...], Row]:
+def _read_timeline(files: FileReader, run: RunDirectory) -> tuple[tuple[Span, ...], Row]:
     """Return the spans of a run and the metadata of its timeline: of its end, or of its logs until then."""
-    directory = files.directory
     # a run that goes on has the one of its last end
-    if (directory / TRACE).is_file() and not is_in_use(directory):
+    if run.timeline.is_file() and not run.is_locked:
         found = files.value(TRACE, _read_trace, None)
         if found is not None:
             return found
     spans: list[Span] = []
     try:
-        spans = logged_spans(directory)
+        spans = run.flights.spans()
     except DAMAGE as error:
-        files.damaged(
-            f"the logs in {directory / TIMELINE} cannot be read ({type(error).__name__}: {one_line(str(error))})"
-        )
+        reason = f"{type(error).__name__}: {one_line(str(error))}"
+        files.damaged(f"the logs in {run.path / 'timeline'} cannot be read ({reason})")
     sound = tuple(span for span in spans if span.is_sound)
     if len(sound) < len(spans):
-        files.damaged(f"{counted(len(spans) - len(sound), 'damaged span')} in the logs of {directory}")
+        files.damaged(f"{counted(len(spans) - len(sound), 'damaged span')} in the logs of {files.directory}")
     if not spans:
-        files.notes.append(f"there is no timeline: neither {TRACE}, nor logs in {FLIGHT}/ or {TIMELINE}/")
+        files.notes.append(f"there is no timeline: neither {TRACE}, nor logs in flight/ or timeline/")
     return sound, {}
 
 
@@ -199,12 +188,12 @@ def _read_trace(path: Path) -> tuple[tuple[Span, ...], Row]:
     return tuple(Trace.of_json(trace).spans), FACTS.validate_python(trace["otherData"])
 
 
-def _progress(files: FileReader, rows: MetricTable) -> tuple[RunState, int, int | None]:
+def _progress(files: FileReader, run: RunDirectory, rows: MetricTable) -> tuple[RunState, int, int | None]:
     """Return state, first step that is not trained on, and number of steps."""
     recorded = rows.steps[-1] + 1 if rows else 0
-    is_going_on = is_in_use(files.directory)
+    is_going_on = run.is_locked
     try:
-        status = read_status(files.directory)
+        status = run.status
     except UserError as error:
         files.damaged(str(error))
         status = None
@@ -216,33 +205,17 @@ def _progress(files: FileReader, rows: MetricTable) -> tuple[RunState, int, int 
     return state, max(recorded, status.next_step), status.steps
 
 
-def is_in_use(directory: Path) -> bool:
-    """Whether a process has locked the directory of a run."""
-    path = directory / LOCK
-    if not path.is_file():
-        return False
-    try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        # of a lock that cannot be read nothing is known
-        return False
-    return False
-
-
-def _failures(files: FileReader) -> list[str]:
+def _failures(files: FileReader, run: RunDirectory) -> list[str]:
     """Return why ranks ended, the same reason once; that others ended them only where there is nothing else."""
     causes: dict[str, str] = {}
     consequences: dict[str, str] = {}
-    for path in sorted((files.directory / FAILURE).glob("rank-*.json")):
-        record = files.value(f"{FAILURE}/{path.name}", _read_failure, None)
+    for path in sorted(run.flights.records.glob("rank-*.json")):
+        record = files.value(str(path.relative_to(run.path)), _read_failure, None)
         if record is None:
             continue
         reason, place = record["reason"], record.get("at") or ""
         named = reason if reason.startswith("rank ") else f"rank {record.get('rank')}: {reason}"
-        found = consequences if reason in (ENDED, TERMINATED) else causes
+        found = consequences if run.flights.is_consequence(reason) else causes
         found.setdefault(reason, named if not place or place in reason else f"{named} (at {place})")
     return [shortened(each, MOST_OF_FAILURE) for each in [*(causes or consequences).values()][:MOST_FAILURES]]
 

@@ -10,7 +10,7 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.run_contents import RunContents, read_contents
 from flexrlhf.runs.free_space import planned_disk
-from flexrlhf.runs.run_directory import read_status
+from flexrlhf.runs.run_directory import RunDirectory
 
 
 def read_record(directory: Path, plan: Plan | None = None) -> RunRecord:
@@ -37,7 +37,7 @@ def restart_seconds(run: MeasuredRun) -> float:
     """Return the time of a restart: the start as measured, writing and reading a checkpoint, and the time that a first
     step takes in addition. Raises UserError if the start was not measured."""
     directory, plan = run.record.directory, run.record.plan
-    status = read_status(directory)
+    status = RunDirectory(directory).status
     if status is None or status.start_seconds is None:
         raise UserError(
             f"run {directory}: its status.json has no start_seconds, so that the time of a restart is not known; it is "

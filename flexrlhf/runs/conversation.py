@@ -19,8 +19,7 @@ from flexrlhf.data.encoding import bos_in_front
 from flexrlhf.data.messages import Message
 from flexrlhf.errors import UserError
 from flexrlhf.plan.hub_names import in_cache
-from flexrlhf.runs.manifest import checkpoints_of
-from flexrlhf.runs.resume import CONFIG
+from flexrlhf.runs.run_directory import RunDirectory
 
 FILES = ("config.json", "adapter_config.json")
 """Files of which a directory of a model has one."""
@@ -42,14 +41,14 @@ class Policies:
 
 def find_policies(place: Path) -> Policies:
     """Return the policies of a run's directory, or of a model's. Raises UserError if ``place`` has none."""
-    if not (place / CONFIG).is_file():
+    run = RunDirectory(place)
+    if not run.config.is_file():
         if any((place / name).is_file() for name in FILES):
             return Policies(place)
         raise UserError(f"{place}: neither a run nor a model in it; give a directory such as runs/NAME or of a model")
-    spec = in_cache(load_spec(place / CONFIG))
+    spec = in_cache(load_spec(run.config))
     if not any((place / "actor" / name).is_file() for name in FILES):
-        found = checkpoints_of(place)
-        remedy = f"export one: flexrlhf export {place} -o MODEL" if found else "nothing in it to talk to"
+        remedy = f"export one: flexrlhf export {place} -o MODEL" if run.checkpoints else "nothing in it to talk to"
         raise UserError(f"{place}: no actor is saved in it; {remedy}")
     path = None if spec.models.actor is None else spec.models.actor.path
     return Policies(place / "actor", None if path is None else Path(path), spec.data.max_response_tokens)

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock
 
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
-from flexrlhf.runs.manifest import checkpoint_directory
+from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
 
 DIRECTORY = "episodes"
 FILE = r"step(\d+)-rank\d+\.jsonl"
@@ -75,11 +75,11 @@ class EpisodeLog:
         self._found[digest] = EpisodeReply(messages, **entry)
 
 
-def drop_replies(run: Path, oldest: Path) -> None:
+def drop_replies(run: Path, oldest: CheckpointDirectory) -> None:
     """Remove the replies of steps before the ``oldest`` checkpoint that the run may go on from."""
     for path in (run / DIRECTORY).glob("*.jsonl"):
         named = re.fullmatch(FILE, path.name)
-        if named is not None and checkpoint_directory(run, int(named[1])) < oldest:
+        if named is not None and CheckpointDirectory.before(run, int(named[1])).path < oldest.path:
             path.unlink(missing_ok=True)
 
 

@@ -27,7 +27,7 @@ from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.plan.hub_names import in_cache
 from flexrlhf.plan.run_tokenizer import end_tokens, load_tokenizer, saved_template, usage_files
-from flexrlhf.runs.manifest import MANIFEST, Manifest, checkpoints_of, damage, read_manifest
+from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
 from flexrlhf.runs.model_directory import (
     TOKENIZER_FILES,
     SavedAdapters,
@@ -36,7 +36,7 @@ from flexrlhf.runs.model_directory import (
     model_writer,
     save_adapters,
 )
-from flexrlhf.runs.resume import CONFIG
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.weights.adapter_files import ADAPTER_CONFIG, frozen_model, has_adapters
 from flexrlhf.weights.expert_files import file_pieces, is_router_bias
@@ -77,19 +77,20 @@ def find_trained_model(run: Path, role: str | None) -> TrainedModel:
     In a run without checkpoints: adapters that it has saved, which ``run`` may be, too.
     ``role``: None: the actor, or the only one. Raises UserError if there is none.
     """
-    found = [run] if (run / MANIFEST).is_file() else checkpoints_of(run)
+    found = CheckpointDirectory.found_at(run)
     if not found:
         return _saved_model(run, role)
-    checkpoint, manifest = _newest_undamaged(found)
+    checkpoint = _newest_undamaged(found)
+    manifest, path = checkpoint.manifest, checkpoint.path
     roles = sorted(manifest.progress.numbers)
     chosen = role or roles[0]
     if chosen not in roles:
         raise UserError(f"--model {chosen}: {checkpoint} has {', '.join(roles)}{nearest(chosen, roles)}")
-    spec, reader = in_cache(manifest.settings), PieceReader(checkpoint, chosen)
+    spec, reader = in_cache(manifest.settings), PieceReader(path, chosen)
     prefix = piece_key(WEIGHTS, "")
     names = sorted(key.removeprefix(prefix) for key in reader.pieces if key.startswith(prefix))
-    config = (checkpoint / f"{chosen}.config.json").read_text()
-    return _trained_model(spec, chosen, config, names, lambda name: reader.tensor(prefix + name), checkpoint)
+    config = (path / f"{chosen}.config.json").read_text()
+    return _trained_model(spec, chosen, config, names, lambda name: reader.tensor(prefix + name), path)
 
 
 def _trained_model(
@@ -105,21 +106,22 @@ def _trained_model(
 
 def _saved_model(run: Path, role: str | None) -> TrainedModel:
     """Return a model that a run has saved as adapters. Raises UserError for others: these are whole already."""
-    if (run / ADAPTER_CONFIG).is_file() and (run.parent / CONFIG).is_file():
+    if (run / ADAPTER_CONFIG).is_file() and RunDirectory(run.parent).config.is_file():
         run, role = run.parent, role or run.name
     whole = [path.parent for path in sorted(run.glob("*/config.json"))]
     roles = [path.parent.name for path in sorted(run.glob(f"*/{ADAPTER_CONFIG}"))]
     chosen = role or next(iter(sorted([*roles, *(path.name for path in whole)])), "")
-    if chosen not in roles or not (run / CONFIG).is_file():
+    written = RunDirectory(run).config
+    if chosen not in roles or not written.is_file():
         adapters = f"; adapters of {', '.join(roles)} are there" if roles else ""
         raise UserError(
             f"{run}: no checkpoint in it; models that the run has saved are already directories of transformers "
             f"({', '.join(map(str, whole)) or 'none here'}){adapters}"
         )
-    directory, spec = run / chosen, in_cache(load_spec(run / CONFIG))
+    directory, spec = run / chosen, in_cache(load_spec(written))
     settings = spec.models.of(chosen)
     if settings is None or settings.lora is None:
-        raise UserError(f"{directory}: adapters, and {run / CONFIG} has none for models.{chosen}; restore that file")
+        raise UserError(f"{directory}: adapters, and {written} has none for models.{chosen}; restore that file")
     config, saved = load_config(chosen, settings), SavedAdapters(chosen, directory)
     classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if saved.gives_scores else MODEL_FOR_CAUSAL_LM_MAPPING
     config.num_labels = 1 if saved.gives_scores else config.num_labels
@@ -188,20 +190,20 @@ def _saved_type(settings: ModelSpec) -> Dtype:
     return stored_type(stored_tensors("the base model", path)) if path is not None and path.is_dir() else "float32"
 
 
-def _newest_undamaged(found: list[Path]) -> tuple[Path, Manifest]:
+def _newest_undamaged(found: list[CheckpointDirectory]) -> CheckpointDirectory:
     problems = []
-    for path in found:
+    for checkpoint in found:
         try:
-            manifest = read_manifest(path)
+            names = checkpoint.manifest.files
         except UserError as error:
             problems.append(str(error))
             continue
-        wrong = [text for name, entry in manifest.files.items() if (text := damage(path, name, entry)) is not None]
+        wrong = [text for name in names if (text := checkpoint.damage(name)) is not None]
         if not wrong:
             for problem in problems:
                 print(f"flexrlhf: {problem}; an earlier one is taken", file=sys.stderr)
-            return path, manifest
-        problems.append(f"checkpoint {path}: {wrong[0]}")
+            return checkpoint
+        problems.append(f"checkpoint {checkpoint}: {wrong[0]}")
     raise UserError(problems[0])
 
 

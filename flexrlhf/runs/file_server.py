@@ -20,19 +20,17 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import unquote
 
+from flexrlhf.runs.checkpoint_directory import FOLDER
+from flexrlhf.runs.durable_files import WRITING, replace_directory
 from flexrlhf.runs.episode_log import DIRECTORY as REPLIES
 from flexrlhf.runs.episode_log import FILE as REPLIES_FILE
 from flexrlhf.runs.flight_log import TIMELINE
-from flexrlhf.runs.manifest import FOLDER
 from flexrlhf.runs.recorded_columns import DIRECTORY
-from flexrlhf.runs.run_directory import replace_directory
 from flexrlhf.runs.token_server import Refused, TokenHandler, TokenServer
 
 BLOCK_BYTES = 1 << 20
 PARTIAL = ".partial"
 """Ends the name of a file that has not arrived whole."""
-WRITING = ".writing"
-"""Ends the name of a directory that is not whole yet."""
 MOST_PATH, MOST_NAME = 4096, 255
 """Longest path of a request and longest name in it, in bytes."""
 MOST_LINES_BYTES = 1 << 30

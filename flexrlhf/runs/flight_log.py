@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
+from flexrlhf.runs.row_file import RowFile
 from flexrlhf.timeline import Span, Trace, saved_spans
 
-FLIGHT, FAILURE, TIMELINE = "flight", "failure", "timeline"
-ENDED = "ended by the launcher"
-TERMINATED = "ended by SIGTERM"
-"""Reasons of ranks that ended because another one had failed, or the launcher was stopped."""
-MOST_INSTRUCTIONS = 50
+_FLIGHT = "flight"
+TIMELINE = "timeline"
+"""Folder with the spans until the last checkpoint, a file for each rank."""
+_ENDED = "ended by the launcher"
+"""Reason of a rank that was ended because another one had failed, or the launcher was stopped."""
+_MOST_INSTRUCTIONS = 50
 """Instructions of a rank in the record of its end."""
 
 
@@ -28,11 +31,14 @@ class FlightLog:
     """Log of the instructions of one rank, of its last steps.
 
     Written without buffers, so that it outlives a killed process. A file system that fails ends the log, not the run.
+
+    last:  instructions that began last.
     """
 
     def __init__(self, directory: Path, header: Mapping[str, Any], keep_steps: int) -> None:
         """Continue the log of ``directory``. ``header``: rank, host, run and models of this process."""
-        self._path = directory / FLIGHT / f"rank-{header['rank']}.jsonl"
+        self.last: deque[Span] = deque(maxlen=_MOST_INSTRUCTIONS)
+        self._path = directory / _FLIGHT / f"rank-{header['rank']}.jsonl"
         self._header = header
         self._keep_steps = keep_steps
         self._first_step: int | None = None
@@ -43,6 +49,7 @@ class FlightLog:
 
     def begin(self, span: Span) -> None:
         """Write that an instruction begins. After every ``keep_steps`` steps the older file is dropped."""
+        self.last.append(span)
         self._first_step = span.step if self._first_step is None else self._first_step
         if span.step >= self._first_step + self._keep_steps:
             self._first_step = span.step
@@ -123,71 +130,105 @@ class Flight:
                 self._current = None
 
 
-def read_flight(directory: Path, rank: int) -> Flight:
-    """Return the log of a rank of the run in ``directory``; an empty one without a file."""
-    return Flight(directory / FLIGHT / f"rank-{rank}.jsonl")
+@dataclass(frozen=True)
+class FlightLogs:
+    """Logs and records of the ranks of the run in ``directory``."""
 
+    directory: Path
 
-def running_directory(directories: Iterable[Path]) -> Path | None:
-    """Return the directory of the run that has not ended well: the last one with logs, of the runs of a command."""
-    found = [directory for directory in directories if any((directory / FLIGHT).glob("rank-*.jsonl"))]
-    return found[-1] if found else None
+    TERMINATED: ClassVar[str] = "ended by SIGTERM"
+    """Reason of a rank that has received the signal."""
 
+    @property
+    def are_there(self) -> bool:
+        """Whether a rank has a log: the run goes on, or has failed."""
+        return any(self._paths())
 
-def write_record(directory: Path, rank: int, record: Mapping[str, Any]) -> None:
-    """Write ``failure/rank-<n>.json``, whole or not at all; nothing where the file system fails."""
-    path = directory / FAILURE / f"rank-{rank}.json"
-    with suppress(OSError):
-        path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(record, indent=1) + "\n")
-        temporary.replace(path)
+    @property
+    def records(self) -> Path:
+        """Folder with the record of each rank of a run that has failed."""
+        return self.directory / "failure"
 
+    def read(self, rank: int) -> Flight:
+        """Return the log of a rank; an empty one without a file."""
+        return Flight(self.directory / _FLIGHT / f"rank-{rank}.jsonl")
 
-def complete_records(directory: Path, ranks: Mapping[int, str]) -> None:
-    """Write the records that ``ranks``, rank → how it ended, could not write themselves, and the timeline so far."""
-    for rank, reason in ranks.items():
-        flight = read_flight(directory, rank)
-        if flight.header and not _has_record(directory, rank, flight.header):
-            instructions = [asdict(span) for span in flight.spans[-MOST_INSTRUCTIONS:]]
-            record = {**flight.header, "reason": reason, "at": flight.place, "instructions": instructions}
-            write_record(directory, rank, {**record, "waiting": None, "stack": []})
-    write_partial_timeline(directory)
+    def spans(self) -> list[Span]:
+        """Return the spans that ended, of a run that goes on or has failed; none if it has no logs."""
+        return self._all_spans()[1]
 
+    def saved_spans(self) -> Iterator[Span]:
+        """Yield the spans until the last checkpoint."""
+        return saved_spans(self.directory / TIMELINE)
 
-def _has_record(directory: Path, rank: int, header: Mapping[str, Any]) -> bool:
-    """Return whether the process of ``header`` wrote its record."""
-    path = directory / FAILURE / f"rank-{rank}.json"
-    if not path.exists():
-        return False
-    record = json.loads(path.read_text())
-    return all(record.get(key) == value for key, value in header.items())
+    def saved_file(self, rank: int) -> Path:
+        """Return the file with the spans of ``rank`` until the last checkpoint."""
+        return self.directory / TIMELINE / f"rank-{rank:05d}.jsonl"
 
+    def drop_saved(self, next_step: int) -> None:
+        """Drop the spans of the checkpoints after the one before ``next_step``."""
+        for path in (self.directory / TIMELINE).glob("*.jsonl"):
+            RowFile(path).trim("next_step", next_step + 1)
 
-def write_partial_timeline(directory: Path) -> None:
-    """Write ``timeline.json`` from the logs of all ranks, as a run that ends well does from their reports."""
-    temporary = directory / f".timeline.json.{os.getpid()}"
-    # a file that is cut off by a full disk is no reason to end without the cause
-    with suppress(OSError, json.JSONDecodeError):
-        flights, spans = _all_spans(directory)
-        Trace(spans, {"failed": True, "ranks": [flight.header for flight in flights]}).write(temporary)
-        temporary.replace(directory / "timeline.json")
+    @classmethod
+    def is_consequence(cls, reason: str) -> bool:
+        """Return whether ``reason`` is that another rank has failed, or the launcher was stopped."""
+        return reason in (_ENDED, cls.TERMINATED)
 
+    def write_record(self, rank: int, record: Mapping[str, Any]) -> None:
+        """Write ``failure/rank-<n>.json``, whole or not at all; nothing where the file system fails."""
+        path = self._record(rank)
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(record, indent=1) + "\n")
+            temporary.replace(path)
 
-def logged_spans(directory: Path) -> list[Span]:
-    """Return the spans that ended, of a run that goes on or has failed; none if it has no logs."""
-    return _all_spans(directory)[1]
+    def complete(self, ranks: Iterable[int], reasons: Mapping[int, str]) -> None:
+        """Write the records that ``ranks`` could not write themselves, and the timeline so far.
 
+        reasons:  rank that failed → how it ended; the launcher has ended the others.
+        """
+        for rank in ranks:
+            flight = self.read(rank)
+            if flight.header and not self._has_record(rank, flight.header):
+                instructions = [asdict(span) for span in flight.spans[-_MOST_INSTRUCTIONS:]]
+                reason = reasons.get(rank, _ENDED)
+                record = {**flight.header, "reason": reason, "at": flight.place, "instructions": instructions}
+                self.write_record(rank, {**record, "waiting": None, "stack": []})
+        self.write_timeline()
 
-def _all_spans(directory: Path) -> tuple[list[Flight], list[Span]]:
-    """Return the logs of all ranks, and the spans that ended, of this attempt and those before."""
-    names = [path.stem.partition("-")[2] for path in (directory / FLIGHT).glob("rank-*.jsonl")]
-    numbers = sorted(int(name) for name in names if name.isdecimal())
-    flights = [read_flight(directory, rank) for rank in numbers]
-    spans = [span for flight in flights for span in flight.spans if span.end]
-    logged = {(span.rank, span.start) for span in spans}
-    saved = saved_spans(directory / TIMELINE)
-    return flights, spans + [span for span in saved if (span.rank, span.start) not in logged]
+    def write_timeline(self) -> None:
+        """Write ``timeline.json`` from the logs of all ranks, as a run that ends well does from their reports."""
+        temporary = self.directory / f".timeline.json.{os.getpid()}"
+        # a file that is cut off by a full disk is no reason to end without the cause
+        with suppress(OSError, json.JSONDecodeError):
+            flights, spans = self._all_spans()
+            Trace(spans, {"failed": True, "ranks": [flight.header for flight in flights]}).write(temporary)
+            temporary.replace(self.directory / "timeline.json")
+
+    def _record(self, rank: int) -> Path:
+        return self.records / f"rank-{rank}.json"
+
+    def _has_record(self, rank: int, header: Mapping[str, Any]) -> bool:
+        """Return whether the process of ``header`` wrote its record."""
+        path = self._record(rank)
+        if not path.exists():
+            return False
+        record = json.loads(path.read_text())
+        return all(record.get(key) == value for key, value in header.items())
+
+    def _paths(self) -> Iterator[Path]:
+        return (self.directory / _FLIGHT).glob("rank-*.jsonl")
+
+    def _all_spans(self) -> tuple[list[Flight], list[Span]]:
+        """Return the logs of all ranks, and the spans that ended, of this attempt and those before."""
+        names = [path.stem.partition("-")[2] for path in self._paths()]
+        numbers = sorted(int(name) for name in names if name.isdecimal())
+        flights = [self.read(rank) for rank in numbers]
+        spans = [span for flight in flights for span in flight.spans if span.end]
+        logged = {(span.rank, span.start) for span in spans}
+        return flights, spans + [span for span in self.saved_spans() if (span.rank, span.start) not in logged]
 
 
 def _older(path: Path) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from flexrlhf.errors import UserError
 from flexrlhf.memory.transfer_bytes import copied_bytes, saved_bytes
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.manifest import FOLDER
+from flexrlhf.runs.checkpoint_directory import FOLDER
 from flexrlhf.runs.resume import Resumption
 from flexrlhf.text import bytes_text
 

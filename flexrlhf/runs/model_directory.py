@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import UserError
-from flexrlhf.runs.run_directory import replace_directory
+from flexrlhf.runs.durable_files import replace_directory
 from flexrlhf.runs.tensor_files import save_tensors
 from flexrlhf.weights.adapter_files import (
     ADAPTER,

@@ -1,9 +1,9 @@
-"""Reading of the files of columns that a run has recorded, and replay of its responses (``debug.replay``)."""
+"""Files of columns that a run records (``debug.record_columns``), and replay of its responses (``debug.replay``)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,17 +13,18 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.errors import UserError
+from flexrlhf.metrics import Triple
 from flexrlhf.operators.columns import plain
 from flexrlhf.operators.graph import Operator
+from flexrlhf.runs.row_file import RowFile
+from flexrlhf.runs.tensor_files import save_tensors
 
 DIRECTORY = "columns"
 """Folder of these files in the run's directory."""
-EVALUATION_PREFIX = "held-out-"
+_EVALUATED = "held-out-"
 """Begins the names of files with rows of the evaluation set."""
-ARRIVAL_PREFIX = "arrived-"
+_ARRIVED = "arrived-"
 """Begins the names of files with columns that an operator read after a move."""
-STATISTICS = "statistics.jsonl"
-"""File with the statistics of each step, from which its metrics are computed."""
 FILE_NAME = re.compile(r"step(?P<step>\d+)-(?P<operator>.+)-chunk\d+-rank(?P<rank>\d+)\.safetensors")
 VERSIONS = "policy_version"
 """Column of a generate that says who generated, not what."""
@@ -65,58 +66,94 @@ class Arrival:
     values: Tensor
 
 
-def read_columns(run: Path, step: int) -> dict[str, RecordedColumn]:
-    """Return the columns of ``step`` by name, from the files in the directory of a run."""
-    columns: dict[str, RecordedColumn] = {}
-    for operator, rank, file in _files(run, f"step{step}-*.safetensors"):
-        parts = load_file(file)
-        rows = parts.pop("rows").tolist()
-        for name, values in parts.items():
-            column = columns.setdefault(name, RecordedColumn(operator))
-            column.repeated |= column.values.keys() & set(rows)
-            column.values.update(zip(rows, values, strict=True))
-            column.ranks.update(dict.fromkeys(rows, rank))
-    return columns
+@dataclass(frozen=True)
+class RecordedColumns:
+    """Files of columns in the directory ``run``, and the statistics of each step, from which its metrics follow."""
 
+    run: Path
 
-def read_arrivals(run: Path, step: int) -> Iterator[Arrival]:
-    """Yield the columns that operators of ``step`` read after moves."""
-    for operator, rank, file in _files(run, f"{ARRIVAL_PREFIX}step{step}-*.safetensors"):
-        parts = load_file(file)
-        rows = tuple(parts.pop("rows").tolist())
-        for name, values in parts.items():
-            yield Arrival(operator, name, rank, rows, values)
+    @property
+    def _folder(self) -> Path:
+        return self.run / DIRECTORY
 
+    @property
+    def statistics(self) -> RowFile:
+        """Statistics of each step, and the instruction that reported each, in words."""
+        return RowFile(self._folder / "statistics.jsonl")
 
-def _files(run: Path, pattern: str) -> Iterator[tuple[str, int, Path]]:
-    """Yield operator and rank of each file of columns, with the file."""
-    for file in sorted((run / DIRECTORY).glob(pattern)):
-        found = FILE_NAME.fullmatch(file.name.removeprefix(ARRIVAL_PREFIX))
-        assert found is not None, file
-        yield found["operator"], int(found["rank"]), file
+    def write(
+        self,
+        place: str,
+        rows: Sequence[int],
+        columns: Mapping[str, Tensor],
+        arrived: bool = False,
+        of_evaluation: bool = False,
+    ) -> Path:
+        """Write the values of ``columns`` for ``rows``; return the file.
 
+        place:          ``step<n>-<operator>-chunk<n>-rank<n>``.
+        arrived:        whether the operator has read them after a move; else it has written them.
+        of_evaluation:  whether the rows are of the evaluation set.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        prefix = f"{_ARRIVED * arrived}{_EVALUATED * of_evaluation}"
+        path = self._folder / f"{prefix}{place}.safetensors"
+        save_tensors({**columns, "rows": torch.tensor(rows, dtype=torch.int64)}, path)
+        return path
 
-def remove_columns(run: Path, step: int, rank: int | None = None) -> None:
-    """Remove the files of ``step`` and later ones. ``rank``: that wrote them; None: all."""
-    for file in (run / DIRECTORY).glob("*.safetensors"):
-        found = FILE_NAME.search(file.name)
-        if found is not None and int(found["step"]) >= step and rank in (None, int(found["rank"])):
-            file.unlink()
+    def write_statistics(self, step: int, statistics: Mapping[str, Triple], reporters: Mapping[str, str]) -> None:
+        """Append the statistics of a step. ``reporters``: instruction that reported each, in words."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.statistics.append({"step": step, "statistics": statistics, "reporters": reporters})
 
+    def read(self, step: int) -> dict[str, RecordedColumn]:
+        """Return the columns of ``step`` by name."""
+        columns: dict[str, RecordedColumn] = {}
+        for operator, rank, file in self._files(f"step{step}-*.safetensors"):
+            parts = load_file(file)
+            rows = parts.pop("rows").tolist()
+            for name, values in parts.items():
+                column = columns.setdefault(name, RecordedColumn(operator))
+                column.repeated |= column.values.keys() & set(rows)
+                column.values.update(zip(rows, values, strict=True))
+                column.ranks.update(dict.fromkeys(rows, rank))
+        return columns
 
-def replay_responses(run: str, operator: Operator, step: int, rows: Sequence[int], store: RowStore) -> None:
-    """Replace the rows that a generate ``operator`` wrote by those that the run in ``run`` recorded.
+    def arrivals(self, step: int) -> Iterator[Arrival]:
+        """Yield the columns that operators of ``step`` read after moves."""
+        for operator, rank, file in self._files(f"{_ARRIVED}step{step}-*.safetensors"):
+            parts = load_file(file)
+            rows = tuple(parts.pop("rows").tolist())
+            for name, values in parts.items():
+                yield Arrival(operator, name, rank, rows, values)
 
-    The tokens' versions remain the ones of the weights that this run generated with; in segments, where these may be
-    several for a row, they are the recorded ones, which follow from the same rule.
-    """
-    recorded = read_columns(Path(run), step)
-    for name in operator.writes if rows else ():
-        if plain(name) == VERSIONS and not operator.carries:
-            mask = store.get(name.replace(VERSIONS, "response_mask"), rows)
-            store.put(name, rows, store.get(name, rows).amax(1, keepdim=True) * mask)
-            continue
-        column = recorded.get(name) or recorded.get(OF_TOKENS.get(name, name))
-        if column is None or not set(rows) <= column.values.keys():
-            raise UserError(f"debug.replay {run}: has not recorded all rows of {name} of step {step}")
-        store.put(name, rows, column.of_rows(rows).to(store.get(name, rows).device))
+    def _files(self, pattern: str) -> Iterator[tuple[str, int, Path]]:
+        """Yield operator and rank of each file of columns, with the file."""
+        for file in sorted(self._folder.glob(pattern)):
+            found = FILE_NAME.fullmatch(file.name.removeprefix(_ARRIVED))
+            assert found is not None, file
+            yield found["operator"], int(found["rank"]), file
+
+    def remove(self, step: int, rank: int | None = None) -> None:
+        """Remove the files of ``step`` and later ones. ``rank``: that wrote them; None: all."""
+        for file in self._folder.glob("*.safetensors"):
+            found = FILE_NAME.search(file.name)
+            if found is not None and int(found["step"]) >= step and rank in (None, int(found["rank"])):
+                file.unlink()
+
+    def replay(self, operator: Operator, step: int, rows: Sequence[int], store: RowStore) -> None:
+        """Replace the rows that a generate ``operator`` wrote in ``store`` by the recorded ones.
+
+        The tokens' versions remain the ones of the weights that this run generated with; in segments, where these may
+        be several for a row, they are the recorded ones, which follow from the same rule.
+        """
+        recorded = self.read(step)
+        for name in operator.writes if rows else ():
+            if plain(name) == VERSIONS and not operator.carries:
+                mask = store.get(name.replace(VERSIONS, "response_mask"), rows)
+                store.put(name, rows, store.get(name, rows).amax(1, keepdim=True) * mask)
+                continue
+            column = recorded.get(name) or recorded.get(OF_TOKENS.get(name, name))
+            if column is None or not set(rows) <= column.values.keys():
+                raise UserError(f"debug.replay {self.run}: has not recorded all rows of {name} of step {step}")
+            store.put(name, rows, column.of_rows(rows).to(store.get(name, rows).device))

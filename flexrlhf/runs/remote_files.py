@@ -15,8 +15,8 @@ from typing import IO
 from urllib.parse import quote
 
 from flexrlhf.errors import RunStopped
-from flexrlhf.runs.file_server import BLOCK_BYTES, WRITING
-from flexrlhf.runs.run_directory import replace_directory
+from flexrlhf.runs.durable_files import WRITING, replace_directory
+from flexrlhf.runs.file_server import BLOCK_BYTES
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,15 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec, spec_data
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
 from flexrlhf.runs.fingerprints import fixed_inputs
-from flexrlhf.runs.manifest import MANIFEST, Manifest, Progress, checkpoints_of, first_generated, read_manifest
-from flexrlhf.runs.run_directory import METRICS, read_status, rows_below
+from flexrlhf.runs.manifest import Manifest, Progress
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.text import counted
 from flexrlhf.weights.model_files import weight_files
 
 AUTO = "auto"
-CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
+MODEL_CONFIG = "config.json"
 FREE = ("eval.",)
 """Settings that only evaluations depend on may change from one checkpoint to the next."""
 DRAINED = ("schedule.lag", "rollout.segment_tokens", "rollout.max_segments")
@@ -100,16 +101,16 @@ def resume_runs(plans: tuple[Plan, ...], resume: str | None, accepts: bool = Fal
 
 def is_finished(plan: Plan) -> bool:
     """Return whether all steps of a run are in its directory."""
-    status = read_status(plan.spec.directory)
+    status = RunDirectory(plan.spec.directory).status
     return status is not None and status.state == "finished" and status.steps >= plan.spec.steps
 
 
 def _automatic(plan: Plan, accepts: bool) -> Resumption:
     """Return how a run begins by the contents of its directory."""
-    directory = plan.spec.directory
-    found = checkpoints_of(directory)
+    directory = RunDirectory(plan.spec.directory)
+    found = directory.checkpoints
     if is_finished(plan):
-        _check_settings(plan, load_spec(directory / CONFIG), directory, FREE)
+        _check_settings(plan, load_spec(directory.config), directory, FREE)
         return Resumption(plan, finished=True, continues=True)
     if not found:
         return Resumption(plan)
@@ -118,7 +119,7 @@ def _automatic(plan: Plan, accepts: bool) -> Resumption:
 
 def _from_path(plan: Plan, path: Path, accepts: bool) -> Resumption:
     """Return how a run goes on from a checkpoint, or from the newest one of a run."""
-    found = [path] if (path / MANIFEST).is_file() else checkpoints_of(path)
+    found = CheckpointDirectory.found_at(path)
     if not found:
         raise UserError(f"--resume {path}: {_without_checkpoint(path)}")
     continues = Path(realpath(path)).is_relative_to(realpath(plan.spec.directory))
@@ -129,14 +130,15 @@ def _without_checkpoint(path: Path) -> str:
     """Return why nothing goes on from ``path``, and the advice."""
     if not path.is_dir():
         return "no such directory; give auto, a run's directory or a checkpoint's"
-    if not (path / CONFIG).is_file():
+    config = RunDirectory(path).config
+    if not config.is_file():
         return "no checkpoint in it; give a run's directory or checkpoints/step-<number>"
-    every = load_spec(path / CONFIG).checkpoint.every
+    every = load_spec(config).checkpoint.every
     why = "was not set in it" if every is None else f"is {every} steps, and it ended before the first one"
     return f"the run has no checkpoint: checkpoint.every {why}; begin it anew without --resume"
 
 
-def _checked(plan: Plan, every: list[Path], continues: bool, accepts: bool) -> Resumption:
+def _checked(plan: Plan, every: list[CheckpointDirectory], continues: bool, accepts: bool) -> Resumption:
     """Return how a run goes on from the first of ``every`` that has the rows of the steps that follow."""
     found = _with_rows(plan, every)
     manifest, notes = _first_readable(found), list[str]()
@@ -157,11 +159,11 @@ def _checked(plan: Plan, every: list[Path], continues: bool, accepts: bool) -> R
     if len(found) < len(every):
         notes.append(
             f"{plan.spec.name}: goes on from {found[0]}, the latest checkpoint with rows for the steps that follow: "
-            f"the run that wrote {every[0].name} ended with it and generated none for more"
+            f"the run that wrote {every[0].path.name} ended with it and generated none for more"
         )
     if continues and manifest is not None:
         notes += _missing_rows(plan, manifest.progress.next_step)
-    return Resumption(plan, tuple(found), continues=continues, notes=tuple(notes))
+    return Resumption(plan, tuple(each.path for each in found), continues=continues, notes=tuple(notes))
 
 
 def _missing_rows(plan: Plan, next_step: int) -> Iterator[str]:
@@ -169,15 +171,15 @@ def _missing_rows(plan: Plan, next_step: int) -> Iterator[str]:
 
     A run that began in the middle of another has none before its first row.
     """
-    file = plan.spec.directory / METRICS
-    found = rows_below(file, "step", next_step)
+    file = RunDirectory(plan.spec.directory).metrics
+    found = file.below("step", next_step)
     missing = sorted(set(range(min(found, default=0), next_step)) - found)
     if missing:
         steps = f"{counted(len(missing), 'step')} from {missing[0]} on"
-        yield f"{plan.spec.name}: {file} has no rows of {steps}, before the checkpoint"
+        yield f"{plan.spec.name}: {file.path} has no rows of {steps}, before the checkpoint"
 
 
-def _with_rows(plan: Plan, every: list[Path]) -> list[Path]:
+def _with_rows(plan: Plan, every: list[CheckpointDirectory]) -> list[CheckpointDirectory]:
     """Return the checkpoints without the newest ones that ``_lacks_rows`` names; all if no other can be read."""
     unread = []
     for number, path in enumerate(every):
@@ -206,7 +208,7 @@ def _changes(plan: Plan, before: Spec, inputs: Mapping[str, str] | None) -> list
     return changes
 
 
-def _check_copies(plan: Plan, before: Spec, where: Path) -> None:
+def _check_copies(plan: Plan, before: Spec, where: CheckpointDirectory) -> None:
     """Raise UserError for a rollout engine whose own weights are in the checkpoint, with adapters in another form."""
     was, now = before.rollout.adapters, plan.spec.rollout.adapters
     if was != now and any(model.rollout is not None for model in plan.checkpointed):
@@ -216,11 +218,11 @@ def _check_copies(plan: Plan, before: Spec, where: Path) -> None:
         )
 
 
-def _first_readable(found: list[Path]) -> Manifest | None:
+def _first_readable(found: list[CheckpointDirectory]) -> Manifest | None:
     """Return the newest manifest that is not damaged; the ranks report damaged ones."""
     for path in found:
         try:
-            return read_manifest(path)
+            return path.manifest
         except UserError:
             continue
     return None
@@ -230,7 +232,7 @@ def _drain(plan: Plan, before: Spec, progress: Progress) -> Iterator[str]:
     """Yield how rows in flight are trained on under another lag or other segments than they were generated with."""
     was, now = before.schedule.lag, plan.spec.schedule.lag
     if was != now:
-        number = first_generated(progress, before) - progress.next_step
+        number = progress.first_generated(before) - progress.next_step
         yield (
             f"schedule.lag was {was} and is {now}: {counted(number, 'batch')} in flight, trained on as generated, then "
             f"lag {now} holds; no row is lost"
@@ -244,7 +246,7 @@ def _drain(plan: Plan, before: Spec, progress: Progress) -> Iterator[str]:
         )
 
 
-def _check_drain(plan: Plan, before: Spec, where: Path) -> None:
+def _check_drain(plan: Plan, before: Spec, where: CheckpointDirectory) -> None:
     """Raise UserError for another lag or other segments that rows in flight have no place under."""
     was, now = before.schedule.lag, plan.spec.schedule.lag
     if was != now and not (was and now):
@@ -278,7 +280,7 @@ def _lacks_rows(plan: Plan, before: Spec, next_step: int) -> bool:
     return min(next_step + before.schedule.lag, plan.spec.steps) > before.steps
 
 
-def _check_steps(plan: Plan, before: Spec, next_step: int, where: Path) -> None:
+def _check_steps(plan: Plan, before: Spec, next_step: int, where: CheckpointDirectory) -> None:
     """Raise UserError for fewer steps than there are, and for more where none generated their rows. ``before``:
     settings of the run that wrote the checkpoint."""
     if _lacks_rows(plan, before, next_step):
@@ -294,16 +296,16 @@ def _check_steps(plan: Plan, before: Spec, next_step: int, where: Path) -> None:
         )
 
 
-def _earlier(plan: Plan, where: Path) -> str:
+def _earlier(plan: Plan, where: CheckpointDirectory) -> str:
     """Return the clause with the checkpoint in the same folder that a run of more steps can go on from."""
-    every = checkpoints_of(where.parent.parent)
+    every = CheckpointDirectory.all_of(where.path.parent.parent)
     found = _with_rows(plan, every)
     if len(found) < len(every):
         return f"such as {found[0]}"
     return "of which there is none here, or begin it anew without --resume"
 
 
-def _check_settings(plan: Plan, before: Spec, where: Path, free: tuple[str, ...]) -> None:
+def _check_settings(plan: Plan, before: Spec, where: CheckpointDirectory | RunDirectory, free: tuple[str, ...]) -> None:
     """Raise UserError for a setting, none of those that begin with ``free``, whose change would change numbers."""
     changed = [each for each in differing_settings(before, plan.spec) if not each.key.startswith(free)]
     if changed:
@@ -329,12 +331,12 @@ def is_kept_run(plan: Plan) -> bool:
 
     A run that cannot be read is not kept: it trains anew, and its directory is renamed.
     """
-    directory = plan.spec.directory
+    directory = RunDirectory(plan.spec.directory)
     try:
-        status = read_status(directory)
+        status = directory.status
         if status is None or status.state != "finished" or status.steps != plan.spec.steps:
             return False
-        written = load_spec(directory / CONFIG)
+        written = load_spec(directory.config)
         return dump_spec(written) == dump_spec(plan.spec) and all(map(_is_model, plan.outputs))
     except UserError:
         return False

@@ -20,10 +20,10 @@ from flexrlhf.config.job_secret import MAKE, VARIABLE, derived_token, job_secret
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.checkpoint_directory import FOLDER
 from flexrlhf.runs.episode_log import DIRECTORY as REPLIES
 from flexrlhf.runs.file_server import ServedRuns, serve_files
 from flexrlhf.runs.fingerprints import written_inputs
-from flexrlhf.runs.manifest import FOLDER
 from flexrlhf.runs.remote_files import RemoteFiles
 from flexrlhf.runs.resume import RunOrder
 

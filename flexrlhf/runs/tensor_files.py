@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexrlhf.comm.weights import cut, fill
 from flexrlhf.errors import UserError
-from flexrlhf.runs.manifest import FileEntry, file_checksum, sync_to_disk
+from flexrlhf.runs.durable_files import FileEntry, sync_to_disk, write_durably
 from flexrlhf.weights.saving import covers, dump_part, load_part, may_overlap
 from flexrlhf.weights.shards import Part, whole
 
@@ -77,7 +77,31 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     """Write a safetensors file, on disk when this returns."""
     save_tensors(tensors, path, metadata or {})
     sync_to_disk(path)
-    return FileEntry(path.stat().st_size, file_checksum(path))
+    return FileEntry.of(path)
+
+
+def write_rank_files(
+    directory: Path,
+    rank: int,
+    pieces: Mapping[str, Mapping[str, Piece]],
+    rows: Mapping[str, Tensor],
+    texts: Mapping[str, str],
+) -> dict[str, FileEntry]:
+    """Write the files of one ``rank`` of a checkpoint, on disk when this returns; return their sizes and checksums.
+
+    pieces:  of its tensors, by placed model.
+    rows:    columns of the steps in flight.
+    texts:   further files, by name.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    files = {piece_file(model, rank): contents for model, contents in pieces.items()}
+    written = {name: write_pieces(directory / name, contents) for name, contents in files.items()}
+    if rows:
+        name = f"rows-{rank:05d}.safetensors"
+        written[name] = write_tensors(directory / name, rows)
+    for name, text in texts.items():
+        written[name] = write_durably(directory / name, text.encode())
+    return written
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import Qualifier
@@ -72,9 +72,6 @@ class CalledStep:
     added: dict[str, tuple[str, range]] = field(default_factory=dict)
     updated: dict[str, set[int]] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
-
-    FILE: ClassVar = "calls.jsonl"
-    """File of a run with the calls of each step, as messages."""
 
     @classmethod
     def begin(

@@ -18,7 +18,7 @@ from torch import tensor
 from flexrlhf.data.examples import EXAMPLES
 from flexrlhf.metrics import METRICS
 from flexrlhf.placement.groups import Group
-from flexrlhf.runs.recorded_columns import remove_columns
+from flexrlhf.runs.recorded_columns import RecordedColumns
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
 from flexrlhf.trainer.call_feed import CallFeed, Message
@@ -81,7 +81,7 @@ class CalledTrainer:
         self._messages: list[Message] = []
         if rank.rank == 0:
             # of a program that was killed in the middle of a step
-            remove_columns(rank.directory, next_step)
+            RecordedColumns(rank.directory.path).remove(next_step)
             feed.reply([json.dumps({"next_step": next_step}).encode()])
 
     def run(self) -> int:
@@ -122,7 +122,7 @@ class CalledTrainer:
         step, rank = self._next_step, self._rank
         self._trainer.controllers.load(self._states)
         rank.flight.timeline.drop(step)
-        remove_columns(rank.directory, step, rank.rank)
+        RecordedColumns(rank.directory.path).remove(step, rank.rank)
         if rank.rank == 0:
             then = "its updates are in no checkpoint" if self._called.changes_models else "nothing is kept of it"
             name = self._plan.spec.name
@@ -176,8 +176,7 @@ class CalledTrainer:
         self._steps.end(step)
         self._next_step, self._is_open = step + 1, False
         if self._rank.rank == 0:
-            with (self._rank.directory / CalledStep.FILE).open("a") as file:
-                file.write(json.dumps({"step": step, "calls": self._messages}) + "\n")
+            self._rank.directory.calls.append({"step": step, "calls": self._messages})
             self._trainer.results.collect()
 
     def _leave_out(self, step: int) -> None:

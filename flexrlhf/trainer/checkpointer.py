@@ -7,8 +7,6 @@ steps before are there, rank 0 writes the manifest and renames the directory, wh
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -18,23 +16,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import RunStopped
 from flexrlhf.plan.run_data import data_digest
-from flexrlhf.runs.episode_log import drop_replies
-from flexrlhf.runs.fingerprints import fixed_inputs, library_versions
-from flexrlhf.runs.manifest import (
-    FileEntry,
-    Manifest,
-    Progress,
-    checkpoint_directory,
-    checkpoints_of,
-    sync_to_disk,
-    write_durably,
-    write_manifest,
-)
-from flexrlhf.runs.run_directory import remove_abandoned
-from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces, write_tensors
+from flexrlhf.runs.durable_files import FileEntry
+from flexrlhf.runs.fingerprints import fixed_inputs
+from flexrlhf.runs.manifest import Progress
+from flexrlhf.runs.tensor_files import Piece, write_rank_files
 from flexrlhf.trainer.checkpoint_pieces import (
     HostCopies,
     RowFile,
@@ -51,8 +38,6 @@ from flexrlhf.trainer.row_ledger import RowLedger, merged_account
 from flexrlhf.trainer.step_rows import StepRows
 
 Value = TypeVar("Value")
-WRITING = ".writing"
-"""Ends the name of a checkpoint that is not whole yet."""
 
 
 @dataclass(frozen=True)
@@ -142,18 +127,17 @@ class Checkpointer(Observer):
         self._thread.shutdown()
 
     def _copied_pieces(self) -> dict[str, dict[str, Piece]]:
-        """Return the pieces that this rank writes, by file, which are being copied to host memory."""
+        """Return the pieces that this rank writes, by model, which are being copied to host memory."""
         context = self._context
         files: dict[str, dict[str, Piece]] = {}
         for name in context.plan.placement.checkpointed(context.plan.spec):
             model = context.models.get(name)
             if model is not None:
-                file = piece_file(name, context.rank)
                 if model.placed.trained:
-                    files[file] = self._copies.begin_pieces(file, trained_pieces(model, context.rank))
+                    files[name] = self._copies.begin_pieces(name, trained_pieces(model, context.rank))
                 else:
                     with model.on_device():
-                        files[file] = self._copies.begin_pieces(file, follower_pieces(model, context.rank))
+                        files[name] = self._copies.begin_pieces(name, follower_pieces(model, context.rank))
         return {name: pieces for name, pieces in files.items() if pieces}
 
     def _configs(self) -> dict[str, str]:
@@ -199,35 +183,22 @@ class Checkpointer(Observer):
 
     def _complete(self, next_step: int) -> None:
         """Write the manifest from the reports of all ranks, and rename the directory."""
-        context, directory = self._context, self._directory(next_step)
-        reports = []
+        context, reports = self._context, []
         for key in self._keys(next_step):
             reports.append(json.loads(self._store.get(key)))
             self._store.delete_key(key)
         files = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
-        manifest = Manifest(
-            spec=dump_spec(context.plan.spec),
-            data=self._digest,
-            libraries=library_versions(),
-            files=files,
-            progress=merged_progress([Progress(**report["progress"]) for report in reports]),
-            inputs=self._inputs.result() if self._inputs is not None else {},
-        )
+        progress = merged_progress([Progress(**report["progress"]) for report in reports])
+        inputs = self._inputs.result() if self._inputs is not None else {}
         try:
-            write_manifest(directory, manifest)
-            _replace(directory, checkpoint_directory(context.directory, next_step))
+            context.directory.checkpoint(next_step).complete(context.plan.spec, self._digest, files, progress, inputs)
         except OSError as error:
-            raise RunStopped(f"checkpoint {directory}: cannot be written ({error.strerror or error})") from None
-        found = checkpoints_of(context.directory)
-        kept = found[: context.plan.spec.checkpoint.keep_last]
-        for old in found[len(kept) :]:
-            shutil.rmtree(old, ignore_errors=True)
-        drop_replies(context.directory, kept[-1])
-        remove_abandoned(context.directory, next_step)
+            where = self._directory(next_step)
+            raise RunStopped(f"checkpoint {where}: cannot be written ({error.strerror or error})") from None
+        context.directory.drop_checkpoints(context.plan.spec.checkpoint.keep_last, next_step)
 
     def _directory(self, next_step: int) -> Path:
-        whole = checkpoint_directory(self._context.directory, next_step)
-        return whole.with_name(whole.name + WRITING)
+        return self._context.directory.checkpoint(next_step).unfinished
 
 
 def merged_progress(reports: Sequence[Progress]) -> Progress:
@@ -261,23 +232,7 @@ def _write_files(
     context: RankContext,
 ) -> dict[str, FileEntry]:
     """Write all files of a rank; return their sizes and checksums."""
-    directory.mkdir(parents=True, exist_ok=True)
-    written = {name: write_pieces(directory / name, contents) for name, contents in pieces.items()}
-    if rows:
-        name = f"rows-{context.rank:05d}.safetensors"
-        written[name] = write_tensors(directory / name, rows)
-    for name, text in configs.items():
-        written[name] = write_durably(directory / name, text.encode())
+    written = write_rank_files(directory, context.rank, pieces, rows, configs)
     for name in written:
         context.files.send(directory / name)
     return written
-
-
-def _replace(fresh: Path, whole: Path) -> None:
-    """Give a filled directory its final name, on disk when this returns."""
-    sync_to_disk(fresh)
-    if whole.exists():
-        # of an attempt that went on from an earlier checkpoint
-        shutil.rmtree(whole)
-    os.rename(fresh, whole)
-    sync_to_disk(whole.parent)

@@ -11,9 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +19,10 @@ import torch
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.world import World
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.flight_log import MOST_INSTRUCTIONS, TIMELINE, FlightLog, write_record
+from flexrlhf.runs.flight_log import FlightLog
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
-from flexrlhf.timeline import KEPT_STEPS, SPANS, Instant, Span, Timeline
+from flexrlhf.timeline import KEPT_STEPS, SPANS, Instant, Timeline
 from flexrlhf.trainer.execution import Execution, Observer
 
 
@@ -78,7 +77,7 @@ class FlightRecord(Observer):
     directory:  of the run.
     """
 
-    def __init__(self, plan: Plan, world: World, directory: Path) -> None:
+    def __init__(self, plan: Plan, world: World, directory: RunDirectory) -> None:
         """Continue the log in ``directory``."""
         name, rank = plan.spec.name, world.rank
         models = {each: model_names(plan, each) for each in range(world.size)}
@@ -95,15 +94,13 @@ class FlightRecord(Observer):
             "models": models[rank],
             "debug": plan.spec.debug.thrown,
         }
-        self._log = FlightLog(directory, self._header, KEPT_STEPS)
-        self._last: deque[Span] = deque(maxlen=MOST_INSTRUCTIONS)
+        self._log = FlightLog(directory.path, self._header, KEPT_STEPS)
 
     def begin(self, execution: Execution) -> None:
         """Report the position of this rank, and begin the span of an instruction."""
         instruction, step = execution.instruction, execution.step
         self.progress.report(execution.position, f"step {step}, {instruction.kind} {instruction.label}")
         execution.span = self.timeline.open(instruction.kind, instruction.label, step, instruction.chunk)
-        self._last.append(execution.span)
         self._log.begin(execution.span)
 
     def arrived(self, execution: Execution) -> None:
@@ -117,7 +114,7 @@ class FlightRecord(Observer):
 
     def append_spans(self, files: RunFiles, next_step: int) -> None:
         """Append the spans until the checkpoint before ``next_step`` to this rank's file."""
-        path = self.directory / TIMELINE / f"rank-{self._header['rank']:05d}.jsonl"
+        path = self.directory.flights.saved_file(self._header["rank"])
         line = json.dumps({"next_step": next_step, "spans": SPANS.dump_json(self.timeline.take()).decode()})
         files.append(path, line + "\n")
 
@@ -132,11 +129,11 @@ class FlightRecord(Observer):
             **self._header,
             "reason": reason,
             "at": self.progress.position.what,
-            "instructions": [asdict(span) for span in list(self._last)],
+            "instructions": [asdict(span) for span in list(self._log.last)],
             "waiting": waiting and {"ranks": waiting.ranks, "seconds": round(time.monotonic() - waiting.since, 3)},
             "stack": main_stack() if stack is None else stack,
         }
-        write_record(self.directory, self._header["rank"], record)
+        self.directory.flights.write_record(self._header["rank"], record)
 
 
 def model_names(plan: Plan, rank: int) -> str:

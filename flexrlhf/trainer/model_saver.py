@@ -83,7 +83,7 @@ class ModelSaver:
         dtype = DTYPES[saved_type(model.placed, model.shape)]
         gather = WeightGather(group, ranks, shards, self._context.wait)
         gathering = _Gathering(model, gather, ranks.index(self._context.rank), model.engine.weights(), dtype)
-        directory = self._context.directory / name
+        directory = self._context.directory.path / name
         if model.placed.settings.lora is not None:
             self._save_adapters(gathering, directory, best)
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.data.turn_tokens import ReadReply
@@ -15,6 +14,7 @@ from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData, turn_tokens
 from flexrlhf.plan.run_tokenizer import ResponseText, load_tokenizer, response_text
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_turns import EnvironmentCaller, make_environment_caller, open_log
 from flexrlhf.trainer.flight_record import FlightRecord
@@ -72,9 +72,9 @@ class RankContext:
         return self.world.rank
 
     @property
-    def directory(self) -> Path:
+    def directory(self) -> RunDirectory:
         """Directory of the run."""
-        return self.plan.spec.directory
+        return RunDirectory(self.plan.spec.directory)
 
     @property
     def wait(self) -> Wait:

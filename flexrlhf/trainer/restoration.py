@@ -21,11 +21,11 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData, data_digest
-from flexrlhf.runs.manifest import Manifest, damage, first_generated, read_manifest
-from flexrlhf.runs.run_directory import RunStatus, set_aside_checkpoints, trim_lines, write_status
+from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
+from flexrlhf.runs.manifest import Progress
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
-from flexrlhf.strategies.calls import CalledStep
 from flexrlhf.strategies.instructions import Offload, Sync
 from flexrlhf.strategies.schedule import RunStart
 from flexrlhf.trainer.checkpoint_pieces import load_rows, missing_columns, part_of
@@ -38,29 +38,28 @@ from flexrlhf.weights.shards import Parts, bucket_names, trained_parts
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Checkpoint that a run goes on from.
+    """Checkpoint that a run goes on from."""
 
-    checkpoint:  its directory.
-    manifest:    its progress and files.
-    """
-
-    checkpoint: Path
-    manifest: Manifest
+    checkpoint: CheckpointDirectory
 
     @property
     def next_step(self) -> int:
-        return self.manifest.progress.next_step
+        return self.progress.next_step
+
+    @property
+    def progress(self) -> Progress:
+        return self.checkpoint.manifest.progress
 
     @property
     def spec(self) -> Spec:
         """Settings of the run that wrote it."""
-        return self.manifest.settings
+        return self.checkpoint.manifest.settings
 
     def run_start(self, plan: Plan) -> RunStart:
         """Return the first steps that the run of ``plan`` goes on with."""
-        generated = first_generated(self.manifest.progress, self.spec)
+        generated = self.progress.first_generated(self.spec)
         in_flight = range(self.next_step, generated)
-        return RunStart(self.next_step, generated, missing_columns(plan, self.checkpoint, in_flight))
+        return RunStart(self.next_step, generated, missing_columns(plan, self.checkpoint.path, in_flight))
 
 
 def choose_start(
@@ -74,13 +73,13 @@ def choose_start(
     """
     store = dist.PrefixStore(f"start/{plan.spec.name}", world.store)
     for candidate in candidates:
-        place = files.received_checkpoint(candidate, plan, world)
+        found = CheckpointDirectory(files.received_checkpoint(candidate, plan, world))
         try:
-            manifest = read_manifest(place)
+            manifest = found.manifest
         except UserError as error:
             _print_unused(world, str(error), candidate is candidates[-1])
             continue
-        problems = _verified(place, manifest, world, store, plan.spec.timeout_seconds)
+        problems = _verified(found, world, store, plan.spec.timeout_seconds)
         if not problems:
             if manifest.data != data_digest(data):
                 raise UserError(
@@ -88,7 +87,7 @@ def choose_start(
                     f"restore the data and the tokenizer, or start a new run under another name"
                 )
             _prepare(plan, world, store, files, manifest.progress.next_step)
-            return StartingPoint(place, manifest)
+            return StartingPoint(found)
         _print_unused(world, f"checkpoint {candidate}: {problems[0]}", candidate is candidates[-1])
     if candidates:
         raise RunStopped(f"{plan.spec.name}: every checkpoint is damaged; remove {candidates[0].parent} to begin anew")
@@ -102,14 +101,12 @@ def _print_unused(world: World, problem: str, is_last: bool) -> None:
         print(f"flexrlhf: {problem}{further}", file=sys.stderr, flush=True)
 
 
-def _verified(
-    checkpoint: Path, manifest: Manifest, world: World, store: dist.Store, timeout_seconds: float
-) -> list[str]:
+def _verified(checkpoint: CheckpointDirectory, world: World, store: dist.Store, timeout_seconds: float) -> list[str]:
     """Return the problems of the files of a checkpoint, of which each rank reads its share."""
-    mine = sorted(manifest.files.items())[world.rank :: world.size]
-    problems = [problem for name, entry in mine if (problem := damage(checkpoint, name, entry)) is not None]
-    store.set(f"{checkpoint.name}/{world.rank}", "\n".join(problems))
-    keys = {f"{checkpoint.name}/{rank}": f"rank {rank}" for rank in range(world.size)}
+    mine, key = sorted(checkpoint.manifest.files)[world.rank :: world.size], checkpoint.path.name
+    problems = [problem for name in mine if (problem := checkpoint.damage(name)) is not None]
+    store.set(f"{key}/{world.rank}", "\n".join(problems))
+    keys = {f"{key}/{rank}": f"rank {rank}" for rank in range(world.size)}
     world.wait_for(store, keys, f"the verification of {checkpoint}", timeout_seconds)
     return [line for key in keys for line in store.get(key).decode().splitlines()]
 
@@ -117,13 +114,7 @@ def _verified(
 def _prepare(plan: Plan, world: World, store: dist.Store, files: RunFiles, next_step: int) -> None:
     """Remove the records of ``next_step`` and later steps of an interrupted run; all ranks wait for rank 0."""
     if files.keeps:
-        directory = plan.spec.directory
-        set_aside_checkpoints(directory, next_step + 1)
-        for name in ("metrics.jsonl", "samples.jsonl", "rows.jsonl", "replans.jsonl", CalledStep.FILE):
-            trim_lines(directory / name, "step", next_step)
-        for path in (directory / "timeline").glob("*.jsonl"):
-            trim_lines(path, "next_step", next_step + 1)
-        write_status(directory, RunStatus("running", next_step, plan.spec.steps))
+        RunDirectory(plan.spec.directory).go_back(next_step, plan.spec.steps)
     if world.rank == 0:
         store.set("prepared", "yes")
     world.wait_for(store, {"prepared": "rank 0"}, "the start of the run", plan.spec.timeout_seconds)
@@ -135,7 +126,7 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
     Copies without files of their own have the weights of their trained copy: a Sync brings them. Models that the run
     offloads are on the device one at a time, since moments exist from here on.
     """
-    context, progress = state.context, start.manifest.progress
+    context, progress = state.context, start.progress
     plan = context.plan
     movable = {each.model for each in plan.schedule.for_rank(context.rank) if isinstance(each, Offload)}
     for name in movable:
@@ -153,23 +144,23 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
     state.controllers.load(progress.controllers)
     state.ledger.load(progress.rows, progress.carried, progress.next_step)
     state.recorder.restore(progress.reports, progress.best, start.run_start(plan))
-    load_rows(plan, context.rank, state.rows, start.checkpoint, progress.next_step, BatchShape.of(start.spec))
+    load_rows(plan, context.rank, state.rows, start.checkpoint.path, progress.next_step, BatchShape.of(start.spec))
 
 
 def _stored_name(name: ModelName, start: StartingPoint) -> str:
     """Return the name under which a checkpoint has the weights of a model: its own, or where a copy is called otherwise
     under the placement that wrote it, the name of another copy of its role, which lags alike."""
-    others = [each for each in map(ModelName, start.manifest.progress.versions) if each.role == name.role and each.copy]
+    others = [each for each in map(ModelName, start.progress.versions) if each.role == name.role and each.copy]
     copies = others if name.copy else []
-    return next((each for each in (name, *copies) if PieceReader(start.checkpoint, each).pieces), name)
+    return next((each for each in (name, *copies) if PieceReader(start.checkpoint.path, each).pieces), name)
 
 
 def _restore(model: LoadedModel, context: RankContext, start: StartingPoint, stored: str) -> None:
     """Load a model from the files of ``stored``."""
     name = model.placed.name
-    reader, size = PieceReader(start.checkpoint, stored), context.plan.spec.sync.bucket_bytes
+    reader, size = PieceReader(start.checkpoint.path, stored), context.plan.spec.sync.bucket_bytes
     if model.placed.trained:
-        numbers = start.manifest.progress.numbers
+        numbers = start.progress.numbers
         if name not in numbers:
             raise UserError(f"checkpoint {start.checkpoint}: it has no {name}; it has {', '.join(numbers)}")
         with model.on_device():

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from flexrlhf.display.events import Send, StepDone
 from flexrlhf.engines.copy_streams import CopyTimes
@@ -18,26 +17,20 @@ from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers
 from flexrlhf.metrics import METRICS, Outcome, Triple
 from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.placement.placed import ModelName
-from flexrlhf.runs.flight_log import TIMELINE
-from flexrlhf.runs.run_directory import METRICS as METRICS_FILE
-from flexrlhf.runs.run_directory import RowWriter
+from flexrlhf.runs.recorded_columns import RecordedColumns
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.text import span_of
-from flexrlhf.timeline import KEPT_STEPS, SPANS, Timeline, Trace, saved_spans
-from flexrlhf.trainer.column_files import record_statistics
+from flexrlhf.timeline import KEPT_STEPS, SPANS, Timeline, Trace
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder, Steps
 from flexrlhf.trainer.reply_times import ReplyTimes
 from flexrlhf.trainer.row_ledger import CARRIED
-from flexrlhf.trainer.samples import FILE as SAMPLES
 from flexrlhf.trainer.samples import Part, merged_samples, sample_lines
 from flexrlhf.trainer.step_rows import prompt_numbers
 from flexrlhf.trainer.step_warnings import StepWarnings
 from flexrlhf.trainer.work_time import WorkTime, time_statistics
-
-ROWS = "rows.jsonl"
-"""File of the outcomes of rows: for each step the numbers of its prompts, and rows by outcome."""
 
 
 class ResultsWriter(Observer):
@@ -46,7 +39,7 @@ class ResultsWriter(Observer):
     def __init__(
         self,
         recorder: Recorder,
-        directory: Path,
+        directory: RunDirectory,
         work: WorkTime,
         loggers: RunLoggers,
         send: Send,
@@ -65,7 +58,8 @@ class ResultsWriter(Observer):
         self.recorder, self.work = recorder, work
         self.next_step = start.next_step
         """The first step whose row of metrics is not written."""
-        self._files = {name: RowWriter(directory / name) for name in (METRICS_FILE, ROWS, SAMPLES)}
+        self._metrics, self._outcomes = directory.metrics.writer(), directory.outcomes.writer()
+        self._samples = directory.samples.writer()
         self._directory, self._loggers, self._send, self._start = directory, loggers, send, start
         self._prompts = prompts
         self._plan, self._world, self._store = recorder.plan, recorder.world, recorder.store
@@ -121,7 +115,7 @@ class ResultsWriter(Observer):
             self._store.delete_key(key)
         now = time.time()
         if samples := merged_samples(step, parts):
-            self._files[SAMPLES].append(sample_lines(samples))
+            self._samples.append(sample_lines(samples))
         METRICS.add(total, self._account(step, outcomes, positions))
         if self._replies is not None:
             METRICS.add(total, self._replies.take(step))
@@ -129,9 +123,9 @@ class ResultsWriter(Observer):
         num_rows = sum(len(rows) for name, rows in outcomes.items() if name != CARRIED) or self._plan.batch.num_taken
         times = time_statistics(self.work.since_last(), seconds, num_rows, total)
         row = {"step": step, "seconds": seconds, **METRICS.evaluate({**total, **times})}
-        self._files[METRICS_FILE].append(json.dumps({**row, **labels}) + "\n")
+        self._metrics.append(json.dumps({**row, **labels}) + "\n")
         if spec.debug.record_columns:
-            record_statistics(self._directory, step, total, reporters)
+            RecordedColumns(self._directory.path).write_statistics(step, total, reporters)
         self._loggers.log({**row, **labels}, samples)
         self._send(StepDone(spec.name, step, spec.steps, row))
         if self._warnings is not None:
@@ -146,7 +140,7 @@ class ResultsWriter(Observer):
         spans = {name: span_of(tuple(rows[name])) for name in (*Outcome, CARRIED) if name in rows}
         takes_data, none = self.recorder.steps.takes_data(step), [None] * self._plan.batch.num_prompts
         numbers = list(self._prompts(step, positions)) if takes_data else none
-        self._files[ROWS].append(json.dumps({"step": step, "prompts": numbers, "outcomes": spans}) + "\n")
+        self._outcomes.append(json.dumps({"step": step, "prompts": numbers, "outcomes": spans}) + "\n")
         counts = {name: len(rows[name]) for name in spans}
         counts[RowAccount.IN_FLIGHT] = self._in_flight(step + 1) + counts.pop(CARRIED, 0)
         return {RowAccount.METRICS[name]: (1.0, float(count), 0.0) for name, count in counts.items()}
@@ -185,12 +179,12 @@ class ResultsWriter(Observer):
         self._store.set(f"memory/{self._world.rank}", json.dumps(memory))
         if self._world.rank == 0:
             self._write_timeline()
-            for file in self._files.values():
+            for file in (self._metrics, self._outcomes, self._samples):
                 file.close()
             self._loggers.finish(is_whole=self.next_step == self._plan.spec.steps)
 
     def _write_timeline(self) -> None:
-        spans = list(saved_spans(self._directory / TIMELINE))
+        spans = list(self._directory.flights.saved_spans())
         memory = {}
         for rank in range(self._plan.placement.num_ranks):
             keys = {f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "memory")}
@@ -208,7 +202,7 @@ class ResultsWriter(Observer):
             "host_copies": {rank: found["copies"] for rank, found in memory.items()},
         }
         first = max((span.step for span in spans), default=0) - KEPT_STEPS
-        Trace([span for span in spans if span.step > first], facts).write(self._directory / "timeline.json")
+        Trace([span for span in spans if span.step > first], facts).write(self._directory.timeline)
 
 
 def open_results(rank: RankContext, start: RunStart, steps: Steps | None) -> ResultsWriter:
@@ -217,6 +211,6 @@ def open_results(rank: RankContext, start: RunStart, steps: Steps | None) -> Res
     work = WorkTime(spec.name, world, rank.flight.timeline)
     if spec.loggers:
         rank.show("opening the loggers")
-    loggers = open_loggers(spec, rank.directory) if world.rank == 0 else RunLoggers(rank.directory)
+    loggers = open_loggers(spec, rank.directory.path) if world.rank == 0 else RunLoggers(rank.directory.path)
     prompts = partial(prompt_numbers, rank.plan, rank.data)
     return ResultsWriter(Recorder(rank.plan, world, steps), rank.directory, work, loggers, rank.send, prompts, start)

@@ -23,7 +23,6 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.episode_rows import parts_of
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 
-FILE = "samples.jsonl"
 Rows = Literal["training", "evaluation"]
 ORDER: tuple[Rows, ...] = ("training", "evaluation")
 Part = dict[str, Any]

@@ -17,8 +17,8 @@ from torch import Tensor
 from flexrlhf.metrics import METRICS, Metric, Triple
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.recorded_columns import DIRECTORY, STATISTICS, Arrival, RecordedColumn, read_arrivals, read_columns
-from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.runs.recorded_columns import Arrival, RecordedColumn, RecordedColumns
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.verify.deviations import (
     IN_NATS,
     NOT_COMPARED,
@@ -50,16 +50,16 @@ class RecordedRun:
 
     def columns(self, step: int) -> dict[str, RecordedColumn]:
         """Return the columns of ``step`` by name."""
-        return read_columns(self.directory, step)
+        return RecordedColumns(self.directory).read(step)
 
     def arrivals(self, step: int) -> list[Arrival]:
         """Return the columns that operators of ``step`` read after moves."""
-        return list(read_arrivals(self.directory, step))
+        return list(RecordedColumns(self.directory).arrivals(step))
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of ``metrics.jsonl``."""
-        return read_lines(self.directory / "metrics.jsonl")
+        return RunDirectory(self.directory).metrics.read()
 
     def statistics(self, step: int) -> dict[str, Triple]:
         """Return weight, sum and sum of squares of each statistic of ``step``."""
@@ -72,7 +72,7 @@ class RecordedRun:
     @cached_property
     def _statistics(self) -> dict[int, dict[str, Any]]:
         """Statistics by step; a run that went on from a checkpoint may have repeated some."""
-        return {row["step"]: row for row in read_lines(self.directory / DIRECTORY / STATISTICS)}
+        return {row["step"]: row for row in RecordedColumns(self.directory).statistics.read()}
 
     def weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained weights of ``role`` after the last step, by name, one tensor in memory at a time."""

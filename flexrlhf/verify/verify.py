@@ -20,7 +20,7 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.recorded_columns import RecordedColumn
-from flexrlhf.runs.run_directory import read_facts
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.verify.comparison import RecordedRun, compare_runs, not_compared
 from flexrlhf.verify.comparison_text import format_table, format_tie, format_verdict
 from flexrlhf.verify.deviations import BITWISE, Deviation, Limits, Tie, limits_for
@@ -97,7 +97,7 @@ def first_tie(runs: tuple[RecordedRun, RecordedRun], limits: Limits) -> Tie | No
 
 
 def _is_on_cpu(run: RecordedRun) -> bool:
-    return str(read_facts(run.directory / "timeline.json")["device"]) == "cpu"
+    return str(RunDirectory(run.directory).facts()["device"]) == "cpu"
 
 
 def _report(verdict: Verdict, runs: tuple[RecordedRun, RecordedRun]) -> Sequence[str]:

@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 
 from benchmarks.two_hosts import can_link
 from flexrlhf.metrics import METRICS
-from flexrlhf.runs.manifest import checkpoints_of
+from flexrlhf.runs.run_directory import RunDirectory
 
 START_SECONDS = 150.0
 FIRST_ROUND = 2.0
@@ -151,7 +151,7 @@ class Drill:
             for each in outcomes
             if each.place and not _is_finished(self._run_directory(each.injection.name))
         ]
-        whole = [each for each in ended if len(checkpoints_of(self._run_directory(each.name))) > 1]
+        whole = [each for each in ended if len(RunDirectory(self._run_directory(each.name)).checkpoints) > 1]
         if not injection.kind.damage or not whole:
             return None
         donor = random.Random(injection.number).choice([each for each in whole if not each.kind.damage] or whole)
@@ -274,7 +274,7 @@ def _repair(injection: Injection, runs: Path, directory: Path) -> None:
     """Make room on a disk that was filled; damage a shard of the newest checkpoint if this is the fault."""
     (runs / "filler").unlink(missing_ok=True)
     if injection.kind.damage:
-        checkpoints = checkpoints_of(directory)
+        checkpoints = [each.path for each in RunDirectory(directory).checkpoints]
         assert len(checkpoints) in range(1, KEPT + 1), checkpoints
         rng = random.Random(injection.number)
         shard = rng.choice(sorted(checkpoints[0].glob("*.safetensors")))

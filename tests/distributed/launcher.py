@@ -28,9 +28,8 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.runs.recorded_columns import EVALUATION_PREFIX
 from flexrlhf.runs.resume import RunOrder
-from flexrlhf.runs.run_directory import prepare_directory, read_lines, read_status
+from flexrlhf.runs.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Outcome:
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        return read_lines(self.directory / "samples.jsonl")
+        return RunDirectory(self.directory).samples.read()
 
     @cached_property
     def trace(self) -> dict[str, Any]:
@@ -81,7 +80,7 @@ class Outcome:
     def evaluated(self, name: str, step: int) -> Tensor:
         """A column of all evaluation rows in order, as computed after a step."""
         values: dict[int, Tensor] = {}
-        for file in (self.directory / "columns").glob(f"{EVALUATION_PREFIX}step{step}-*.safetensors"):
+        for file in (self.directory / "columns").glob(f"held-out-step{step}-*.safetensors"):
             parts = load_file(file)
             values |= dict(zip(parts["rows"].tolist(), parts.get(name, ()), strict=False))
         return torch.stack([values[row] for row in sorted(values)])
@@ -103,7 +102,9 @@ def run_orders(orders: list[RunOrder]) -> None:
     """Launch the ranks of runs with as many of them, which resume from their checkpoints."""
     plans = [make_plan(order.spec) for order in orders]
     for plan, order in zip(plans, orders, strict=True):
-        prepare_directory(plan, format_plan(plan), continues=bool(order.candidates)).close()
+        RunDirectory(plan.spec.directory).prepare(
+            plan.spec, format_plan(plan), continues=bool(order.candidates)
+        ).close()
     logging.getLogger("torchelastic-events-null").disabled = True
     with patch.dict(os.environ, RANK_ENVIRONMENT):
         launch(orders, plans[0], Hosts(), factory=warm_factory())
@@ -143,7 +144,7 @@ class Launches:
         self._outcomes |= outcomes
         plans = [outcome.plan for outcome in outcomes.values()]
         for plan in plans:
-            prepare_directory(plan, format_plan(plan), continues=False).close()
+            RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
         # its events would bury the one line that names the failed rank
         logging.getLogger("torchelastic-events-null").disabled = True
         killed = [outcome.directory for case, outcome in outcomes.items() if case == KILLED]
@@ -169,7 +170,7 @@ def _launches(selected: list[Case]) -> list[list[Case]]:
 
 def _has_ended(plan: Plan) -> bool:
     """Whether a run has finished, and the last thing exists that it writes, which one that failed may have, too."""
-    status = read_status(plan.spec.directory)
+    status = RunDirectory(plan.spec.directory).status
     return status is not None and status.state == "finished" and (plan.spec.directory / "timeline.json").exists()
 
 

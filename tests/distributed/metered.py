@@ -37,7 +37,7 @@ def loop(trainer: Trainer) -> None:
     for batch in trainer.batches():
         trainer.train_rlhf(trainer.generate_experience(batch))
     rank = trainer._rank
-    (rank.directory / f"metered-{rank.rank}.json").write_text(json.dumps(found))
+    (rank.directory.path / f"metered-{rank.rank}.json").write_text(json.dumps(found))
 
 
 def stored(trainer: Trainer) -> int:

@@ -18,7 +18,7 @@ from flexrlhf.display.events import discard
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.run_data import load_run_data
-from flexrlhf.runs.run_directory import prepare_directory
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.memory_meter import MemoryMeter
@@ -30,8 +30,8 @@ from flexrlhf.trainer.trainer import Trainer
 def run(spec: Spec, world: World, name: str, amount: float) -> None:
     """Run as flexrlhf/launch/worker.py, except for the weight."""
     plan = make_plan(spec)
-    prepare_directory(plan, format_plan(plan), continues=False).close()
-    flight = FlightRecord(plan, world, spec.directory)
+    RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
+    flight = FlightRecord(plan, world, RunDirectory(spec.directory))
     meter, stops, files = MemoryMeter(world.device), StopRequests(world.store), RunFiles(world.rank == 0)
     rank = open_rank(plan, load_run_data(plan), files, world, flight, meter, stops, discard)
     trainer = Trainer(rank)

@@ -27,9 +27,8 @@ from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.runs.manifest import checkpoint_directory
 from flexrlhf.runs.resume import ORDERS, RunOrder
-from flexrlhf.runs.run_directory import prepare_directory
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Offload, Reload, Run, Save, Sync
 
 pytestmark = [
@@ -146,11 +145,14 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         for settings in (("whole", 256), ("resumed", 128))
     )
     # measured first, since weights of checksums stay on the device
-    orders = [RunOrder(whole.plan.spec), RunOrder(resumed.plan.spec, (checkpoint_directory(whole.directory, 2),))]
+    orders = [
+        RunOrder(whole.plan.spec),
+        RunOrder(resumed.plan.spec, (RunDirectory(whole.directory).checkpoint(2).path,)),
+    ]
     together = {way: Outcome(EQUAL[0], make_plan(parse_spec(together_spec(assets, way)))) for way in TOGETHER}
     orders += [RunOrder(each.plan.spec) for each in (*equal.values(), *together.values())]
     for each in (whole, resumed, *equal.values(), *together.values()):
-        prepare_directory(each.plan, format_plan(each.plan), continues=False).close()
+        RunDirectory(each.plan.spec.directory).prepare(each.plan.spec, format_plan(each.plan), continues=False).close()
     (directory / "orders").write_bytes(ORDERS.dump_json(orders))
     library = host_accelerator.built(Path(request.config.cache.mkdir("accelerator")))
     run_ranks("accelerator_ranks", library, directory / "orders", number=2, seconds=800)

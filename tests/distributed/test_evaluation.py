@@ -24,7 +24,7 @@ from flexrlhf.launch.start import launch
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.resume import RunOrder
-from flexrlhf.runs.run_directory import prepare_directory, read_lines
+from flexrlhf.runs.run_directory import RunDirectory
 
 Raw = dict[str, Any]
 STEPS, BEST_STEP = 3, 1
@@ -58,7 +58,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[dict[str, float]]:
-        rows = read_lines(self.directory / "metrics.jsonl")
+        rows = RunDirectory(self.directory).metrics.read()
         return [{name: value for name, value in row.items() if name.startswith("eval_")} for row in rows]
 
     def column(self, step: int, operator: str, column: str) -> Tensor:
@@ -119,7 +119,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     specs = {name: spec_of(assets, name, changes) for name, changes in (RUNS | FROM_THE_START).items()}
     plans = [make_plan(spec) for spec in specs.values()]
     for plan in plans:
-        prepare_directory(plan, "", continues=False).close()
+        RunDirectory(plan.spec.directory).prepare(plan.spec, "", continues=False).close()
     with patch.dict(os.environ, RANK_ENVIRONMENT):
         launch([RunOrder(spec) for spec in specs.values()], plans[0], Hosts(), factory=warm_factory())
     return {name: Run(spec) for name, spec in specs.items()}
@@ -177,14 +177,14 @@ def test_samples_show_their_scores(runs: dict[str, Run]) -> None:
     """Four of all rows of the evaluation set, evenly spaced, the same ones under every placement."""
     shown = (0, NUM_EVALUATION_ROWS, 2 * NUM_EVALUATION_ROWS, 3 * NUM_EVALUATION_ROWS)
     for name, run in ((name, runs[name]) for name in RUNS):
-        samples = [each for each in read_lines(run.directory / "samples.jsonl") if each["rows"] == "evaluation"]
+        samples = [each for each in RunDirectory(run.directory).samples.read() if each["rows"] == "evaluation"]
         for step in range(len(run.metrics)):
             scores = run.column(step, "scores", "scores")
             found = {sample["row"]: sample["score"] for sample in samples if sample["step"] == step}
             assert found == {row: pytest.approx(float(scores[row]), rel=1e-5) for row in shown}, (name, step)
     texts = [
-        [(each["step"], each["row"], each["prompt"], each["response"]) for each in read_lines(path)]
-        for path in (runs[name].directory / "samples.jsonl" for name in RUNS if name != "shorter")
+        [(each["step"], each["row"], each["prompt"], each["response"]) for each in directory.samples.read()]
+        for directory in (RunDirectory(runs[name].directory) for name in RUNS if name != "shorter")
     ]
     assert all(each == texts[0] for each in texts[1:])
 
@@ -196,7 +196,7 @@ def test_an_evaluation_before_training_is_of_the_first_weights(runs: dict[str, R
     assert first == pytest.approx(runs["still"].metrics[0], abs=1e-6)
     assert last.keys() == first.keys() and last["eval_reward_mean"] != pytest.approx(first["eval_reward_mean"])
     samples = [
-        [each for each in read_lines(run.directory / "samples.jsonl") if each["rows"] == "evaluation"]
+        [each for each in RunDirectory(run.directory).samples.read() if each["rows"] == "evaluation"]
         for run in (runs[name], runs["still"])
     ]
     assert {each["step"] for each in samples[0]} == {0, 1}

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import METRICS
-from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.timeline import Trace
 
 LAST_RANK = 1
@@ -177,7 +177,7 @@ def test_a_killed_rollout_process_changes_no_bit(child_config: Path, tmp_path: P
     sentence = f"rank 1: actor.rollout: the vLLM process {decoder} ended (killed by SIGKILL)"
     assert f"flexrlhf: {sentence}; restart 1 of 2 with the weights of the last sync" in out
     killed, kept = (tmp_path / "runs" / name for name in ("killed", "kept"))
-    metrics = [read_lines(run / "metrics.jsonl") for run in (killed, kept)]
+    metrics = [RunDirectory(run).metrics.read() for run in (killed, kept)]
     (step,) = [row["step"] for row in metrics[0] if row["rollout_restarts"]]
     assert step >= 3 and f"  1 restart of rollout processes, in step {step}\n" in out
     of_killed, of_kept = (
@@ -268,8 +268,8 @@ def test_a_rank_that_fails_is_named_though_groups_are_destroyed_together(
     wait_for_the_end_of(everyone)
     assert not list(temporary.glob("flexrlhf*")) and not unmapped(set(Path("/dev/shm").iterdir()) - shared)
     run = tmp_path / "runs" / "failing"
-    assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == [0]
-    assert {row["step"] for row in read_lines(run / "samples.jsonl")} == {0}
+    assert [row["step"] for row in RunDirectory(run).metrics.read()] == [0]
+    assert {row["step"] for row in RunDirectory(run).samples.read()} == {0}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.resume import RunOrder
-from flexrlhf.runs.run_directory import prepare_directory
+from flexrlhf.runs.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 INIT = {
@@ -35,7 +35,7 @@ def outcome_of(launches: Launches, engine: str, zero: int) -> Outcome:
     """Two updates on two fresh processes: an earlier run's memory in the allocator would count."""
     if (engine, zero) not in _OUTCOMES:
         plan = make_plan(parse_spec(raw_spec(launches.assets.directory, engine, zero)))
-        prepare_directory(plan, format_plan(plan), continues=False).close()
+        RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
         # so that freed memory leaves the resident set, as it leaves a GPU's count
         with patch.dict(os.environ, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="1000000"):
             launch([RunOrder(plan.spec)], plan, Hosts())
@@ -107,7 +107,7 @@ def operators_spec(directory: Path) -> dict[str, object]:
 def test_a_copy_for_one_operator_takes_memory_while_it_exists(launches: Launches) -> None:
     """Unreleased weights of 440 MB would add a third to the peak, which is reached in the following training."""
     plan = make_plan(parse_spec(operators_spec(launches.assets.directory)))
-    prepare_directory(plan, format_plan(plan), continues=False).close()
+    RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
     with patch.dict(os.environ, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="1000000"):
         launch([RunOrder(plan.spec)], plan, Hosts())
     facts = Outcome(Case("memory", "operators", 2), plan).trace["otherData"]

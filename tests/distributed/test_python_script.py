@@ -15,7 +15,7 @@ from commands import PROGRAM, start
 
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import METRICS
-from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.runs.run_directory import RunDirectory
 
 SECONDS = 90
 SCRIPT = """
@@ -50,7 +50,7 @@ def test_a_script_trains_as_the_command_does(tmp_path_factory: pytest.TempPathFa
     (tmp_path / "script.py").write_text(SCRIPT)
     out = run([actor, critic], tmp_path, ["script.py"])
     directory, metrics = json.loads(next(line for line in out.splitlines() if line.startswith("[")))
-    expected = read_lines(tmp_path / "runs" / "command" / "metrics.jsonl")
+    expected = RunDirectory(tmp_path / "runs" / "command").metrics.read()
     assert (directory, len(metrics)) == ("runs/script", raw["steps"])
     timeless = [
         [{name: row[name] for name in row.keys() - METRICS.times} for row in rows] for rows in (metrics, expected)

@@ -14,7 +14,7 @@ from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.config.placement_settings import PlacementEntry, PlacementMap
 from flexrlhf.config.spec_file import dump_spec, load_spec
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.runs.run_directory import read_lines, read_status
+from flexrlhf.runs.run_directory import RunDirectory
 
 STEPS = 9
 
@@ -41,11 +41,11 @@ def test_a_run_goes_on_under_the_faster_placement_with_the_same_results(
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out[-3000:]
     directory = first.directory
-    (switch, *_) = [each for each in read_lines(directory / "replans.jsonl") if each["switches"]]
+    (switch, *_) = [each for each in RunDirectory(directory).replans.read() if each["switches"]]
     assert ": switch" in out and switch["before"].endswith("on rank 0"), switch
     assert switch["predicted_after"] < switch["predicted"] and 2 <= switch["step"] < STEPS - 1
     last = load_spec(directory / "config.yaml")
-    assert last.placement != first.placement and read_status(directory).state == "finished"  # type: ignore[union-attr]
-    assert [row["step"] for row in read_lines(directory / "metrics.jsonl")] == [*range(STEPS)]
+    assert last.placement != first.placement and RunDirectory(directory).status.state == "finished"  # type: ignore[union-attr]
+    assert [row["step"] for row in RunDirectory(directory).metrics.read()] == [*range(STEPS)]
     wrong = next((each for each in deviations(Outcome(case, make_plan(last))) if not each.size <= each.limit), None)
     assert wrong is None, wrong

@@ -16,7 +16,7 @@ from commands import start
 from toys import copying, write_toys
 
 from flexrlhf.report.command import write_report
-from flexrlhf.runs.run_directory import read_facts, read_lines
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.timeline import Trace
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
@@ -128,7 +128,7 @@ def test_curves_have_the_points_of_both_runs(desktop: Visit, runs: list[Path]) -
     script = "() => document.getElementById('curve-reward_mean').data.map(t => [t.name, t.x, t.y])"
     shown = {name: (x, y) for name, x, y in desktop.page.evaluate(script)}
     for name, directory in zip(RUNS, runs, strict=True):
-        rows = read_lines(directory / "metrics.jsonl")
+        rows = RunDirectory(directory).metrics.read()
         assert shown[name] == ([row["step"] for row in rows], [row["reward_mean"] for row in rows])
         evaluated = [row["step"] for row in rows if "eval_reward_mean" in row]
         assert shown[f"{name}, evaluation"][0] == evaluated
@@ -152,7 +152,7 @@ def test_timelines_have_a_bar_for_each_instruction(desktop: Visit, runs: list[Pa
 def test_placements_memory_and_bytes_are_there(desktop: Visit, runs: list[Path]) -> None:
     assert desktop.labels("placement-0") == ["actor", "critic", "ref"]
     assert desktop.labels("placement-1") == ["actor.shadow", "critic.shadow", "actor", "critic", "ref"]
-    peaks = read_facts(runs[0] / "timeline.json")["peak_bytes"]
+    peaks = RunDirectory(runs[0]).facts()["peak_bytes"]
     script = "() => document.getElementById('memory-0-peak').data.find(t => t.name === 'measured peak').y"
     assert desktop.page.evaluate(script) == [peaks[rank] for rank in sorted(peaks)]
     assert desktop.chart("bytes-1").locator(".bars .point").count() > 4
@@ -246,7 +246,7 @@ def _colours(opened: Visit) -> list[Any]:
 def test_a_label_at_the_top_of_a_curve_redraws_no_figure_without_end(browser: Any, runs: list[Path]) -> None:
     """Plotly labels these curves by twos, up to their top, if they are 175 pixels high, and by fives below that."""
     directory = shutil.copytree(runs[0], runs[0].parents[1] / "labels" / "runs" / "label")
-    rows = read_lines(directory / "metrics.jsonl")
+    rows = RunDirectory(directory).metrics.read()
     for row in rows:
         row["seconds"] = 2.12 if row["step"] % 2 else 11.48
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -31,11 +31,10 @@ from flexrlhf.data.quickstart.corpus import write_corpus
 from flexrlhf.metrics import METRICS
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.export import find_trained_model
-from flexrlhf.runs.manifest import checkpoint_directory, read_manifest
+from flexrlhf.runs.manifest import Manifest
 from flexrlhf.runs.resume import AUTO, RunOrder, resume_runs
-from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Checkpoint, Offload, Reload, Run
-from flexrlhf.trainer.results_writer import ROWS
 
 pytestmark = pytest.mark.timeout(3600)
 NEXT_STEP = 2
@@ -227,7 +226,7 @@ class Resumptions:
             self._cut_log(resumed.directory, in_flight.stop)
         for role in whole.plan.graph.trained:
             shutil.rmtree(resumed.directory / role)
-        return checkpoint_directory(resumed.directory, NEXT_STEP)
+        return RunDirectory(resumed.directory).checkpoint(NEXT_STEP).path
 
     @staticmethod
     def _cut_log(directory: Path, step: int) -> None:
@@ -286,8 +285,8 @@ def test_every_row_has_one_outcome_before_and_after_an_interruption(resumptions:
     """In the file of the run, at each step and in each checkpoint; prompts are taken in the order of the data, and no
     outcome is another one after the interruption."""
     whole, resumed = resumptions.whole(FILTERED.first), resumptions.resumed(FILTERED)
-    lines = read_lines(resumed.directory / ROWS)
-    assert lines == read_lines(whole.directory / ROWS)
+    lines = RunDirectory(resumed.directory).outcomes.read()
+    assert lines == RunDirectory(whole.directory).outcomes.read()
     shape = resumed.plan.batch
     prompts_of_steps = [[p for p, number in enumerate(line["prompts"]) if number is not None] for line in lines]
     num_rows = [len(prompts) * shape.samples_per_prompt for prompts in prompts_of_steps]
@@ -302,7 +301,7 @@ def test_every_row_has_one_outcome_before_and_after_an_interruption(resumptions:
         in_flight = sum(num_rows[step + 1 : step + 2])
         row = resumed.metrics[step]
         assert {name: row[f"rows_{name}"] for name in counts} == counts and row["rows_in_flight"] == in_flight
-        found = read_manifest(checkpoint_directory(resumed.directory, step + 1)).progress.rows
+        found = Manifest.read(RunDirectory(resumed.directory).checkpoint(step + 1).path).progress.rows
         assert found == dict(total) | ({"in_flight": in_flight} if in_flight else {})
         assert sum(found.values()) == sum(num_rows[: step + 2])
     assert total.keys() >= {"trained", "alike", "surplus", "invalid_score"}
@@ -408,7 +407,7 @@ def test_a_copy_that_waits_in_host_memory_is_in_the_checkpoint(tmp_path: Path) -
             case Checkpoint():
                 found |= offloaded & set(instruction.models)
     assert found
-    checkpoint = checkpoint_directory(tmp_path / "runs" / "offloaded", NEXT_STEP)
+    checkpoint = RunDirectory(tmp_path / "runs" / "offloaded").checkpoint(NEXT_STEP).path
     for options in ([], ["--resume", str(checkpoint)]):
         process = start(["run", str(config), "--force", *options], tmp_path)
         out, _ = process.communicate(timeout=200)

@@ -20,8 +20,7 @@ from flexrlhf.metrics import METRICS
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.report.reported_run import plan_of_run
 from flexrlhf.report.run_contents import read_contents
-from flexrlhf.runs.manifest import checkpoints_of
-from flexrlhf.runs.run_directory import read_lines, read_status
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Run
 
 pytestmark = pytest.mark.timeout(600)
@@ -58,7 +57,7 @@ def assert_same_bits(found: Outcome, planned: Outcome) -> None:
     for role in planned.plan.graph.trained:
         mine, theirs = found.weights(role), planned.weights(role)
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs), role
-    assert read_lines(found.directory / "rows.jsonl") == read_lines(planned.directory / "rows.jsonl")
+    assert RunDirectory(found.directory).outcomes.read() == RunDirectory(planned.directory).outcomes.read()
 
 
 @pytest.mark.parametrize("case", params([PPO, GRPO, REMAX], [PPO, GRPO, REMAX]))
@@ -78,14 +77,14 @@ def test_a_program_that_fails_and_is_killed_goes_on_with_the_bits_of_the_graph(
     with pytest.raises(BugError):
         main(str(path), "fails")
     failed = outcome_at(launches, case, tmp_path, "killed").directory
-    assert [row["step"] for row in read_lines(failed / "metrics.jsonl")] == [0] and not columns_of(failed, 1)
-    assert [each.name for each in checkpoints_of(failed)] == ["step-000001"]
+    assert [row["step"] for row in RunDirectory(failed).metrics.read()] == [0] and not columns_of(failed, 1)
+    assert [each.path.name for each in RunDirectory(failed).checkpoints] == ["step-000001"]
     # no process of ours loads it
     (tmp_path / "yaml.py").write_text("raise SystemExit('another yaml')")
     process = Forked(["called", str(path), "stops", "auto"], tmp_path, {**os.environ, **RANK_ENVIRONMENT})
     out, _ = process.communicate(timeout=120)
     assert process.returncode == -9, out[-2000:]
-    assert [each.name for each in checkpoints_of(failed)][0] == "step-000002" and columns_of(failed, 2)
+    assert [each.path.name for each in RunDirectory(failed).checkpoints][0] == "step-000002" and columns_of(failed, 2)
     main(str(path), "primitives", resume="auto")
     found, planned = outcome_at(launches, case, tmp_path, "killed"), launches.outcome(case)
     assert_same_bits(found, planned)
@@ -111,9 +110,9 @@ def test_a_step_that_fails_at_any_point_is_trained_again(
     with pytest.raises(BugError):
         main(str(path), "fails", fails_at=fails_at)
     directory = outcome_at(launches, case, tmp_path, "failed").directory
-    assert [row["step"] for row in read_lines(directory / "metrics.jsonl")] == [0] and not columns_of(directory, 1)
+    assert [row["step"] for row in RunDirectory(directory).metrics.read()] == [0] and not columns_of(directory, 1)
     # nothing can go on from weights in the middle of a step
-    assert [each.name for each in checkpoints_of(directory)] == (["step-000001"] if fails_at < 6 else [])
+    assert [each.path.name for each in RunDirectory(directory).checkpoints] == (["step-000001"] if fails_at < 6 else [])
     main(str(path), resume="auto")
     assert_same_bits(outcome_at(launches, case, tmp_path, "failed"), launches.outcome(case))
 
@@ -128,8 +127,8 @@ def test_a_session_that_nothing_leaves_ends_with_its_program(launches: Launches,
     assert done.returncode == 0 and "8 rows" in done.stdout and "Traceback" not in done.stderr, done
     assert "step 0 was left before its end; nothing is kept of it" in done.stderr
     found = outcome_at(launches, case, tmp_path, "open")
-    status = read_status(found.directory)
-    assert status is not None and status.state == "stopped" and not checkpoints_of(found.directory)
+    status = RunDirectory(found.directory).status
+    assert status is not None and status.state == "stopped" and not RunDirectory(found.directory).checkpoints
 
 
 @pytest.mark.parametrize("case", params([SPLIT]))
@@ -140,7 +139,7 @@ def test_rows_that_a_program_leaves_out_are_accounted_for(launches: Launches, ca
     found = outcome_at(launches, case, tmp_path, "chosen")
     means = [row["reward_mean"] for row in found.metrics]
     rises = [before < mean for before, mean in zip(means, means[1:], strict=False)]
-    lines = read_lines(found.directory / "rows.jsonl")
+    lines = RunDirectory(found.directory).outcomes.read()
     assert all(line["prompts"] == [None] * found.plan.batch.num_prompts for line in lines)
     assert any(rises) and [("left_out" in line["outcomes"]) for line in lines] == [False, *rises]
     for row in found.metrics:

@@ -18,7 +18,7 @@ from cases import Case, make_assets
 from test_nodes import free_port
 
 from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.runs.run_directory import read_lines, read_status
+from flexrlhf.runs.run_directory import RunDirectory
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munge", "unmunge")
 SECONDS = 120
@@ -117,13 +117,13 @@ def test_a_job_that_is_signalled_goes_on_in_the_next_one(slurm: Slurm, config: P
     wait_until(lambda: out.exists() and "step 20/" in out.read_text())
     slurm.call("scancel", "--signal=USR1", job)
     wait_until(lambda: "job has stopped after" in out.read_text())
-    stopped = read_status(run)
+    stopped = RunDirectory(run).status
     assert stopped is not None and stopped.state == "stopped" and 20 <= stopped.next_step < 200
     wait_until(lambda: "BeginTime" in slurm.call("squeue", "-h", "-j", job, "-o", "%r").stdout)
     # instead of two minutes later
     slurm.call("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_until(lambda: "results in runs/job" in out.read_text())
-    assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == list(range(200))
+    assert [row["step"] for row in RunDirectory(run).metrics.read()] == list(range(200))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 3.0])

@@ -24,7 +24,7 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.resume import ORDERS, SHARED, RunOrder
-from flexrlhf.runs.run_directory import prepare_directory
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.verify.comparison import RecordedRun, compare_runs
 from flexrlhf.verify.comparison_text import format_verdict
 from flexrlhf.verify.deviations import BITWISE, FLOAT32, Deviation, Limits, first_beyond
@@ -85,7 +85,7 @@ def named(spec: Spec, name: str, replay: str | None = None) -> Spec:
 def run(plans: Sequence[Plan], directory: Path) -> None:
     """Run as ``launch``, with the ranks of ``planted``."""
     for plan in plans:
-        prepare_directory(plan, format_plan(plan), continues=False).close()
+        RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
     file = directory / "orders.json"
     file.write_bytes(ORDERS.dump_json([RunOrder(plan.spec) for plan in plans]))
     logging.getLogger("torchelastic-events-null").disabled = True

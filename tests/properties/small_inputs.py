@@ -19,8 +19,9 @@ from flexrlhf.config.spec_file import dump_spec, load_spec
 from flexrlhf.config.yaml_io import write_yaml
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.runs.manifest import Manifest, Progress, checkpoint_directory, write_durably, write_manifest
-from flexrlhf.runs.run_directory import RunStatus, write_status
+from flexrlhf.runs.durable_files import write_durably
+from flexrlhf.runs.manifest import Manifest, Progress
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces
 from flexrlhf.weights.families import decoder_shapes
 from flexrlhf.weights.shards import whole
@@ -121,12 +122,12 @@ def _write_run() -> None:
     """A run of ``ppo.yaml`` that has stopped after two steps, in ``runs/small``, as ranks leave it."""
     plan = make_plan(load_spec("ppo.yaml"))
     run = plan.spec.directory
-    directory = checkpoint_directory(run, 2)
+    directory = RunDirectory(run).checkpoint(2).path
     directory.mkdir(parents=True)
     pieces = {f"weights/{n}": Piece(torch.ones(s), whole(s)) for n, s in plan.shapes["actor"].parameters}
     files = {piece_file("actor", 0): write_pieces(directory / piece_file("actor", 0), pieces)}
     files["actor.config.json"] = write_durably(directory / "actor.config.json", json.dumps(LLAMA).encode())
     progress = Progress(2, {"actor": {"updates": 4.0}}, {"actor": 2}, {}, {}, {})
-    write_manifest(directory, Manifest(dump_spec(plan.spec), "digest", {"torch": "2"}, files, progress))
+    Manifest(dump_spec(plan.spec), "digest", {"torch": "2"}, files, progress).write(directory)
     (run / "config.yaml").write_text(dump_spec(plan.spec))
-    write_status(run, RunStatus("stopped", 2, 3))
+    RunDirectory(run).write_status("stopped", 2, 3)

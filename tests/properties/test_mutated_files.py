@@ -10,7 +10,7 @@ import pytest
 from mutated_files import damage_directory, damage_rows, damage_run
 from outcomes import Case, run_cases
 
-from flexrlhf.runs.run_directory import RunStatus, write_status
+from flexrlhf.runs.run_directory import RunDirectory
 
 SAMPLED, ALL = 30, 800
 FULL = [pytest.mark.full, pytest.mark.timeout(1800)]
@@ -58,7 +58,7 @@ def test_a_damaged_model_directory_is_used_or_refused_in_one_sentence(count: int
 def test_a_damaged_checkpoint_is_refused_in_one_sentence(count: int, inputs: Path) -> None:
     def case(rng: Random) -> Case:
         if rng.random() < 0.3:
-            write_status(Path("runs/small"), RunStatus("finished", 3, 3))
+            RunDirectory(Path("runs/small")).write_status("finished", 3, 3)
         damage = damage_directory(rng, Path("runs/small"))
         resume = Case(("run", "ppo.yaml", "--resume", rng.choice(("auto", "runs/small"))), damage).dry()
         export = Case(("export", "runs/small", "-o", "exported"), damage)

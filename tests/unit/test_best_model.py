@@ -16,6 +16,7 @@ from flexrlhf.display.events import discard
 from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.metrics import Triple
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Eval, Run, Save
 from flexrlhf.timeline import Timeline
 from flexrlhf.trainer.recorder import Recorder, make_report
@@ -65,7 +66,9 @@ def test_a_model_is_better_than_all_before_or_it_is_not_kept(recorder: Recorder)
 def test_what_is_read_by_all_is_removed_and_not_before(recorder: Recorder, tmp_path: Path) -> None:
     evaluate(recorder, 0, 0.5)
     work = WorkTime("run", recorder.world, Timeline(0, 1))
-    ResultsWriter(recorder, tmp_path, work, RunLoggers(tmp_path), discard, lambda step, positions: []).collect()
+    ResultsWriter(
+        recorder, RunDirectory(tmp_path), work, RunLoggers(tmp_path), discard, lambda step, positions: []
+    ).collect()
     actor, critic = saves()
     before = recorder.store.num_keys()
     assert recorder.improved(actor, 0) == recorder.improved(critic, 0) == 0.5

@@ -99,7 +99,7 @@ def test_the_report_of_a_session_has_the_last_step_as_it_was_called(tmp_path: Pa
         before.add(call)
     calls = [earlier[0], OperatorCall("values", first, parts=((0, 1, 2, 3),))]
     step, steps = begin(plan, before), (earlier, calls)
-    with (tmp_path / CalledStep.FILE).open("w") as file:
+    with (tmp_path / "calls.jsonl").open("w") as file:
         for number, of_step in enumerate(steps):
             messages = [{"do": "call", **call.message} for call in of_step]
             file.write(json.dumps({"step": number, "calls": messages}) + "\n")

@@ -21,28 +21,17 @@ from flexrlhf.comm.weights import cut
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
+from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
+from flexrlhf.runs.durable_files import write_durably
 from flexrlhf.runs.fingerprints import fixed_inputs
 from flexrlhf.runs.manifest import (
     Manifest,
     Progress,
-    checkpoint_directory,
-    checkpoints_of,
-    damage,
-    read_manifest,
-    write_durably,
-    write_manifest,
 )
 from flexrlhf.runs.resume import resume_runs
+from flexrlhf.runs.row_file import RowFile
 from flexrlhf.runs.run_directory import (
-    RowWriter,
-    RunStatus,
-    moved_run,
-    prepare_directory,
-    remove_abandoned,
-    set_aside_checkpoints,
-    trim_lines,
-    write_status,
-    writing_to,
+    RunDirectory,
 )
 from flexrlhf.runs.tensor_files import Piece, PieceReader, piece_file, write_pieces
 from flexrlhf.strategies.instructions import Checkpoint, Run
@@ -113,7 +102,7 @@ def test_a_part_is_read_back_from_its_text() -> None:
 
 def written_checkpoint(plan: Plan, next_step: int) -> Path:
     """A checkpoint with a file of numbers, in the directory of the run, which has its rows of metrics."""
-    directory = checkpoint_directory(plan.spec.directory, next_step)
+    directory = RunDirectory(plan.spec.directory).checkpoint(next_step).path
     directory.mkdir(parents=True)
     rows = [json.dumps({"step": step}) for step in range(next_step)]
     (plan.spec.directory / "metrics.jsonl").write_text("\n".join(rows))
@@ -121,7 +110,7 @@ def written_checkpoint(plan: Plan, next_step: int) -> Path:
     progress = Progress(next_step, {"actor": {"updates": 4.0}}, {"actor": next_step}, {}, {}, {})
     files = {"actor-00000.safetensors": entry}
     written = Manifest(dump_spec(plan.spec), "digest", {"torch": "2"}, files, progress, fixed_inputs(plan))
-    write_manifest(directory, written)
+    written.write(directory)
     return directory
 
 
@@ -133,35 +122,35 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 def test_a_manifest_is_read_back_and_any_changed_byte_is_noticed(plan: Plan) -> None:
     directory = written_checkpoint(plan, 2)
-    manifest = read_manifest(directory)
+    manifest = Manifest.read(directory)
     assert manifest.progress.next_step == 2 and manifest.progress.numbers == {"actor": {"updates": 4.0}}
-    name, entry = next(iter(manifest.files.items()))
-    assert damage(directory, name, entry) is None
+    found, name = CheckpointDirectory(directory), next(iter(manifest.files))
+    assert found.damage(name) is None
     original = (directory / name).read_bytes()
     for position in (0, 77, 199):
         changed = bytearray(original)
         changed[position] ^= 1
         (directory / name).write_bytes(bytes(changed))
-        assert damage(directory, name, entry) == f"{name} has another checksum than when it was written"
+        assert found.damage(name) == f"{name} has another checksum than when it was written"
     (directory / name).write_bytes(original[:-1])
-    assert damage(directory, name, entry) == f"{name} has 199 of 200 bytes"
+    assert found.damage(name) == f"{name} has 199 of 200 bytes"
     (directory / name).unlink()
-    assert damage(directory, name, entry) == f"{name} is missing"
+    assert found.damage(name) == f"{name} is missing"
     text = (directory / "manifest.json").read_text()
     (directory / "manifest.json").write_text(text.replace('"updates": 4.0', '"updates": 5.0'))
     with pytest.raises(UserError, match="another checksum"):
-        read_manifest(directory)
+        Manifest.read(directory)
     (directory / "manifest.json").write_text(text[:50])
     with pytest.raises(UserError, match="cannot be read"):
-        read_manifest(directory)
+        Manifest.read(directory)
 
 
 def test_only_whole_checkpoints_are_found_and_the_newest_is_first(plan: Plan) -> None:
     older, newer = written_checkpoint(plan, 9), written_checkpoint(plan, 10)
     (newer.parent / "step-000011.writing").mkdir()
     (newer.parent / "step-000012").mkdir()
-    assert checkpoints_of(plan.spec.directory) == [newer, older]
-    assert checkpoints_of(Path("nowhere")) == []
+    assert RunDirectory(plan.spec.directory).checkpoints == [CheckpointDirectory(newer), CheckpointDirectory(older)]
+    assert RunDirectory(Path("nowhere")).checkpoints == []
 
 
 def test_what_each_run_goes_on_from(plan: Plan) -> None:
@@ -173,7 +162,7 @@ def test_what_each_run_goes_on_from(plan: Plan) -> None:
     assert automatic.candidates == (newer, older) and automatic.continues
     assert resume_runs((plan,), str(older))[0].candidates == (older,)
     (plan.spec.directory / "config.yaml").write_text(dump_spec(plan.spec))
-    write_status(plan.spec.directory, RunStatus("finished", 9, 9))
+    RunDirectory(plan.spec.directory).write_status("finished", 9, 9)
     assert resume_runs((plan,), "auto")[0].finished
     longer = plan_of([1, 1, 1, 1], 2, "checkpoint.every=1", "steps=12")
     assert resume_runs((longer,), "auto")[0].candidates == (newer, older)
@@ -265,8 +254,8 @@ def test_another_lag_or_other_segments_are_accepted_with_what_becomes_of_rows_in
         return plan_of([0.5] * 6, 2, "checkpoint.every=1", "steps=9", *overrides)
 
     directory = written_checkpoint(lagging(*before), 3)
-    manifest = read_manifest(directory)
-    write_manifest(directory, replace(manifest, progress=replace(manifest.progress, carried={"2": [0, 1, 5]})))
+    manifest = Manifest.read(directory)
+    replace(manifest, progress=replace(manifest.progress, carried={"2": [0, 1, 5]})).write(directory)
     with pytest.raises(UserError, match=f"{sentence}.*which would change .* accept it with --accept-changes$"):
         resume_runs((lagging(*after),), "auto")
     (accepted,) = resume_runs((lagging(*after),), "auto", accepts=True)
@@ -322,16 +311,16 @@ def test_a_changed_type_is_refused_by_name_or_accepted(tmp_path: Path, monkeypat
 
 def test_a_checkpoint_without_digests_goes_on_and_says_so(plan: Plan) -> None:
     directory = written_checkpoint(plan, 4)
-    write_manifest(directory, replace(read_manifest(directory), inputs=None))
+    replace(Manifest.read(directory), inputs=None).write(directory)
     (resumed,) = resume_runs((plan,), "auto")
     assert "of an older version, so that models and code are not compared" in resumed.notes[0]
 
 
 def test_a_checkpoint_with_a_setting_that_is_gone_is_refused_in_one_sentence(plan: Plan) -> None:
     directory = written_checkpoint(plan, 4)
-    manifest = read_manifest(directory)
+    manifest = Manifest.read(directory)
     older = manifest.spec.replace("prompts_per_step:", "rollouts_per_step: 1\n  prompts_per_step:")
-    write_manifest(directory, replace(manifest, spec=older))
+    replace(manifest, spec=older).write(directory)
     sentence = "^settings of the run that wrote the checkpoint: algorithm: unknown key 'rollouts_per_step'.*"
     with pytest.raises(UserError, match=sentence):
         resume_runs((plan,), "auto")
@@ -348,7 +337,7 @@ def test_more_steps_need_the_rows_that_a_lag_generates_before(tmp_path: Path, mo
         resume_runs((lagged(12),), "auto")
     with pytest.raises(UserError, match="of which there is none here"):
         resume_runs((lagged(12),), "auto")
-    earlier, last = written_checkpoint(lagged(9), 8), checkpoint_directory(lagged(9).spec.directory, 9)
+    earlier, last = written_checkpoint(lagged(9), 8), RunDirectory(lagged(9).spec.directory).checkpoint(9).path
     assert resume_runs((lagged(12),), str(earlier))[0].candidates == (earlier,)
     for given in ("auto", str(lagged(9).spec.directory)):
         (found,) = resume_runs((lagged(12),), given)
@@ -401,7 +390,7 @@ def test_a_run_without_a_checkpoint_is_refused_with_the_cause(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plan = plan_of([1, 1, 1, 1], 2, "steps=9", *overrides)
-    prepare_directory(plan, "", continues=False).close()
+    RunDirectory(plan.spec.directory).prepare(plan.spec, "", continues=False).close()
     expected = (
         f"--resume {plan.spec.directory}: the run has no checkpoint: checkpoint.every {why}; begin it anew without"
     )
@@ -411,41 +400,41 @@ def test_a_run_without_a_checkpoint_is_refused_with_the_cause(
 
 def test_a_running_directory_is_refused_and_a_left_one_moved_away(plan: Plan) -> None:
     directory = plan.spec.directory
-    lock = prepare_directory(plan, "", continues=False)
+    lock = RunDirectory(plan.spec.directory).prepare(plan.spec, "", continues=False)
     (directory / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match=rf"{directory}: process \d+ on .* is using it"):
-        prepare_directory(plan, "", continues=True)
+        RunDirectory(plan.spec.directory).prepare(plan.spec, "", continues=True)
     lock.close()
     for left in ("actor", "checkpoints/step-000005"):
         (directory / f"{left}.writing").mkdir(parents=True)
-    prepare_directory(plan, "", continues=True).close()
+    RunDirectory(plan.spec.directory).prepare(plan.spec, "", continues=True).close()
     assert (directory / "metrics.jsonl").exists() and list(directory.rglob("*.writing")) == []
-    prepare_directory(plan, "", continues=False).close()
+    RunDirectory(plan.spec.directory).prepare(plan.spec, "", continues=False).close()
     assert not (directory / "metrics.jsonl").exists() and directory.with_name("test.1").is_dir()
 
 
 def test_an_earlier_run_is_not_moved_away_without_a_word(plan: Plan) -> None:
     directory = plan.spec.directory
-    assert moved_run(directory) is None
-    prepare_directory(plan, "", continues=False).close()
+    assert RunDirectory(directory).moved_text() is None
+    RunDirectory(plan.spec.directory).prepare(plan.spec, "", continues=False).close()
     moved = f"{directory}: an earlier run has not finished and is moved to {directory}.1"
-    assert moved_run(directory) == moved
+    assert RunDirectory(directory).moved_text() == moved
     newest = written_checkpoint(plan, 3)
-    assert moved_run(directory) == f"{moved}; --resume auto would go on from {newest}"
-    write_status(directory, RunStatus("finished", 9, 9))
-    assert moved_run(directory) == f"{directory}: an earlier run is moved to {directory}.1"
+    assert RunDirectory(directory).moved_text() == f"{moved}; --resume auto would go on from {newest}"
+    RunDirectory(directory).write_status("finished", 9, 9)
+    assert RunDirectory(directory).moved_text() == f"{directory}: an earlier run is moved to {directory}.1"
 
 
 def test_a_directory_that_cannot_be_made_is_one_sentence(plan: Plan) -> None:
     Path("runs").write_text("a file")
     with pytest.raises(UserError, match=r"runs: runs/test cannot be written \(Not a directory\)"):
-        prepare_directory(plan, "", continues=False)
+        RunDirectory(plan.spec.directory).prepare(plan.spec, "", continues=False)
 
 
 def test_rows_of_later_steps_and_a_cut_row_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "kl": 0.1}) + "\n" for step in range(5)) + '{"step": 1, "k')
-    trim_lines(path, "step", 3)
+    RowFile(path).trim("step", 3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
 
 
@@ -455,7 +444,7 @@ def test_rows_that_are_removed_or_replaced_are_written_again(
     path = tmp_path / "run" / "metrics.jsonl"
     path.parent.mkdir()
     path.write_text("0\n")
-    file = RowWriter(path)
+    file = RowFile(path).writer()
     file.append("1\n")
     path.unlink()
     file.append("2\n")
@@ -472,7 +461,10 @@ def test_rows_that_are_removed_or_replaced_are_written_again(
     assert path.read_text() == "0\n4\n5\n"
     assert capsys.readouterr().err == f"flexrlhf: {path}: 6 of its 8 bytes were cut off; these rows are lost\n"
     path.parent.rename(tmp_path / "moved")
-    with pytest.raises(RunStopped, match=r"metrics.jsonl: cannot be written \(No such file"), writing_to(path.parent):
+    with (
+        pytest.raises(RunStopped, match=r"metrics.jsonl: cannot be written \(No such file"),
+        RunDirectory(path.parent).writing(),
+    ):
         file.append("6\n")
     file.close()
 
@@ -493,12 +485,13 @@ def test_checkpoints_after_the_one_gone_on_from_are_set_aside(plan: Plan) -> Non
     for step in (2, 3, 4):
         written_checkpoint(plan, step)
     folder = plan.spec.directory / "checkpoints"
-    set_aside_checkpoints(plan.spec.directory, 4)
+    directory = RunDirectory(plan.spec.directory)
+    directory.go_back(3, plan.spec.steps)
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["step-000002", "step-000003", "step-000004.abandoned"]
     written_checkpoint(plan, 5)
-    set_aside_checkpoints(plan.spec.directory, 4)
-    remove_abandoned(plan.spec.directory, 4)
+    directory.go_back(3, plan.spec.steps)
+    directory.drop_checkpoints(9, 4)
     assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000003", "step-000005.abandoned"]
 
 

@@ -11,27 +11,27 @@ import pytest
 import torch
 
 from flexrlhf.errors import RunStopped
-from flexrlhf.runs.run_directory import writing_to
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.tensor_files import save_tensors
 
 
 def test_a_file_of_the_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunStopped) as raised, writing_to(tmp_path):
+    with pytest.raises(RunStopped) as raised, RunDirectory(tmp_path).writing():
         (tmp_path / "removed" / "metrics.jsonl").open("a")
     assert str(raised.value) == f"{tmp_path}/removed/metrics.jsonl: cannot be written (No such file or directory)"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
 def test_a_write_to_an_open_file_names_the_directory(number: int, tmp_path: Path) -> None:
-    with pytest.raises(RunStopped) as raised, writing_to(tmp_path):
+    with pytest.raises(RunStopped) as raised, RunDirectory(tmp_path).writing():
         raise OSError(number, os.strerror(number))
     assert str(raised.value) == f"{tmp_path}: cannot be written ({os.strerror(number)})"
 
 
 def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), writing_to(tmp_path / "run"):
+    with pytest.raises(FileNotFoundError), RunDirectory(tmp_path / "run").writing():
         (tmp_path / "data.jsonl").open()
-    with pytest.raises(ConnectionResetError), writing_to(tmp_path):
+    with pytest.raises(ConnectionResetError), RunDirectory(tmp_path).writing():
         raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
 
 

@@ -38,7 +38,7 @@ from flexrlhf.config.strict_model import mappings
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import CORPUS, config_paths, prepare_corpus
 from flexrlhf.guideline.costs.measurements import VERSION
-from flexrlhf.runs.run_directory import RunStatus, write_status
+from flexrlhf.runs.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs"))
@@ -136,7 +136,7 @@ def leave_a_run() -> None:
     (runs / "my-ppo").mkdir()
     (runs / "my-ppo" / "metrics.jsonl").write_text("".join(json.dumps(METRICS | {"step": n}) + "\n" for n in range(4)))
     (runs / "my-ppo" / "config.yaml").write_text(dump_spec(load_spec(BASE)))
-    write_status(runs / "my-ppo", RunStatus("stopped", 4, 100, start_seconds=9.0))
+    RunDirectory(runs / "my-ppo").write_status("stopped", 4, 100, start_seconds=9.0)
     (runs / "profile.json").write_text(json.dumps(PROFILE))
     invoke("simulate", BASE, "-o", "runs/my-ppo/timeline.json")
 

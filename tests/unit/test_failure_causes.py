@@ -24,12 +24,8 @@ from flexrlhf.comm.world import InOrder, World
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.failures import Failure, FailureReporter, Kind, root_cause, write_error
 from flexrlhf.runs.flight_log import (
-    ENDED,
     FlightLog,
-    read_flight,
-    running_directory,
-    write_partial_timeline,
-    write_record,
+    FlightLogs,
 )
 from flexrlhf.timeline import Span, Trace
 from flexrlhf.trainer.memory_meter import naming_exhaustion, use_expandable_segments
@@ -245,16 +241,16 @@ def test_a_log_has_what_a_killed_rank_did_last(log: FlightLog, tmp_path: Path) -
     log.begin(Span(1, "move", "scores", 1, None, 12.0))
     with (tmp_path / "flight" / "rank-1.jsonl").open("ab") as file:
         file.write(b'{"end": {"ra')
-    flight = read_flight(tmp_path, 1)
+    flight = FlightLogs(tmp_path).read(1)
     assert flight.header["models"] == "reward" and flight.place == "step 1, move scores"
     assert [(span.label, span.end) for span in flight.spans] == [("scores on reward", 10.5), ("scores", 0.0)]
-    assert running_directory([tmp_path / "none", tmp_path]) == tmp_path
+    assert FlightLogs(tmp_path).are_there and not FlightLogs(tmp_path / "none").are_there
 
 
 def test_a_log_keeps_its_last_steps_and_is_removed_at_a_good_end(log: FlightLog, tmp_path: Path) -> None:
     run_steps(log, range(7))
-    assert [span.step for span in read_flight(tmp_path, 1).spans] == [4, 5, 6]
-    write_partial_timeline(tmp_path)
+    assert [span.step for span in FlightLogs(tmp_path).read(1).spans] == [4, 5, 6]
+    FlightLogs(tmp_path).write_timeline()
     assert [span.step for span in Trace.read(tmp_path / "timeline.json").spans] == [4, 5, 6]
     (tmp_path / "timeline.json").unlink()
     log.close()
@@ -274,7 +270,7 @@ def test_the_launcher_writes_the_records_that_killed_ranks_could_not(log: Flight
     log.begin(Span(1, "move", "scores", 1, None, 12.0))
     own = FlightLog(tmp_path, {"rank": 0, "pid": 8}, keep_steps=2)
     run_steps(own, range(1))
-    write_record(tmp_path, 0, {"rank": 0, "pid": 8, "reason": "its own"})
+    FlightLogs(tmp_path).write_record(0, {"rank": 0, "pid": 8, "reason": "its own"})
     plan = plan_of([1, 1, 0.5, 0.5], 2)
     reporter = FailureReporter(plan, [tmp_path], (0, 1))
     (found,) = reporter.report({1: ProcessFailure(1, 9, -signal.SIGKILL, "none")})
@@ -287,7 +283,7 @@ def test_the_launcher_writes_the_records_that_killed_ranks_could_not(log: Flight
     assert [each["label"] for each in records[1]["instructions"]] == ["scores on reward", "scores"]
     assert [span.label for span in Trace.read(tmp_path / "timeline.json").spans] == ["scores on reward"] * 2
     reporter.report({})
-    assert json.loads((tmp_path / "failure" / "rank-1.json").read_text())["reason"] != ENDED
+    assert json.loads((tmp_path / "failure" / "rank-1.json").read_text())["reason"] != "ended by the launcher"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from flexrlhf.data.quickstart import config_paths
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import keep_runs
-from flexrlhf.runs.run_directory import RunStatus, write_status
+from flexrlhf.runs.run_directory import RunDirectory
 
 SFT, REWARD, PPO = "quickstart-sft", "quickstart-reward", "quickstart-ppo"
 
@@ -31,7 +31,7 @@ def finish(plans: Sequence[Plan]) -> None:
     for plan in plans:
         plan.spec.directory.mkdir(parents=True)
         (plan.spec.directory / "config.yaml").write_text(dump_spec(plan.spec))
-        write_status(plan.spec.directory, RunStatus("finished", plan.spec.steps, plan.spec.steps))
+        RunDirectory(plan.spec.directory).write_status("finished", plan.spec.steps, plan.spec.steps)
         for path in plan.outputs:
             path.mkdir()
             (path / "config.json").write_text("{}")

@@ -33,8 +33,8 @@ from flexrlhf.report.samples_table import sample_groups, spread
 from flexrlhf.report.sections import settings_rows
 from flexrlhf.report.step_times import SHARES, WAITING, StepTime, last_steps, step_times, time_shares
 from flexrlhf.report.timeline_picture import lanes_of
-from flexrlhf.runs.flight_log import FlightLog, write_record
-from flexrlhf.runs.run_directory import RunStatus, lock_directory, write_status
+from flexrlhf.runs.flight_log import FlightLog, FlightLogs
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Move, Sync
 from flexrlhf.timeline import Span, Trace
 
@@ -81,7 +81,7 @@ def leave_run(directory: Path, plan: Plan, steps: int = 6, **status: Any) -> Pat
     ]
     (directory / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     write_timeline(simulated(plan), directory / "timeline.json", steps)
-    write_status(directory, replace(RunStatus("finished", steps, steps), **status))
+    RunDirectory(directory).write_status(**{"state": "finished", "next_step": steps, "steps": steps, **status})
     return directory
 
 
@@ -394,7 +394,7 @@ def test_a_run_that_goes_on_has_steps_so_far_and_the_spans_of_its_logs(tmp_path:
         log.begin(span)
         log.end(span)
     log.begin(Span(0, "run", "generate on actor", 4, None, 100.0))
-    with lock_directory(directory):
+    with RunDirectory(directory).lock():
         run = read_contents(directory)
         page = write_report([directory], tmp_path / "report.html", None)
     assert (run.state, run.next_step, run.steps, run.notes) == ("running", 6, 6, ())
@@ -405,8 +405,10 @@ def test_a_run_that_goes_on_has_steps_so_far_and_the_spans_of_its_logs(tmp_path:
 
 def test_a_failed_run_says_why(tmp_path: Path) -> None:
     directory = leave_run(tmp_path / "a", fast_plan(), state="running")
-    write_record(directory, 0, {"rank": 0, "reason": "RuntimeError: no more", "at": "step 3, run scores on reward"})
-    write_record(directory, 1, {"rank": 1, "reason": "ended by the launcher", "at": ""})
+    FlightLogs(directory).write_record(
+        0, {"rank": 0, "reason": "RuntimeError: no more", "at": "step 3, run scores on reward"}
+    )
+    FlightLogs(directory).write_record(1, {"rank": 1, "reason": "ended by the launcher", "at": ""})
     run = read_contents(directory)
     assert run.state == "failed"
     assert run.failures == ("rank 0: RuntimeError: no more (at step 3, run scores on reward)",)

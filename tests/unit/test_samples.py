@@ -13,7 +13,7 @@ from flexrlhf.comm.world import World
 from flexrlhf.display.events import discard
 from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.runs.run_directory import read_lines
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.timeline import Timeline
 from flexrlhf.trainer.recorder import Recorder, make_report
@@ -58,17 +58,18 @@ def test_samples_are_written_with_the_metrics_of_their_step(tmp_path: Path) -> N
     plan = plan_of(None, 1, "steps=2")
     world = World(0, 1, dist.HashStore(), device("cpu"), "gloo")
     recorder, work = Recorder(plan, world), WorkTime("run", world, Timeline(0, 1))
-    results = ResultsWriter(recorder, tmp_path, work, RunLoggers(tmp_path), discard, lambda step, positions: [])
+    run, loggers = RunDirectory(tmp_path), RunLoggers(tmp_path)
+    results = ResultsWriter(recorder, run, work, loggers, discard, lambda step, positions: [])
     runs = [index for index, each in enumerate(plan.schedule.instructions) if isinstance(each, Run)]
     for step in (0, 1):
         for index in runs:
             name = plan.schedule.instructions[index].operator.name  # type: ignore[union-attr]
             text = [{"rows": "training", "row": 0, **TEXT}] if name == "generate" else []
             score = [{"rows": "training", "row": 0, "score": float(step)}] if name == "scores" else []
-            assert read_lines(tmp_path / "samples.jsonl") == expected(step)
+            assert run.samples.read() == expected(step)
             recorder.publish(step, step * len(plan.schedule.instructions) + index, make_report(samples=[*text, *score]))
         results.collect()
-    assert read_lines(tmp_path / "samples.jsonl") == expected(2)
+    assert run.samples.read() == expected(2)
 
 
 def expected(steps: int) -> list[dict[str, object]]:

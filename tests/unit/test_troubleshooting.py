@@ -29,7 +29,7 @@ from flexrlhf.engines.vllm.restarts import Restarts, RolloutProcessError
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.failures import FailureReporter
 from flexrlhf.runs.flight_log import FlightLog
-from flexrlhf.runs.run_directory import RunStatus, moved_run, prepare_directory, write_status
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.timeline import Span
 from flexrlhf.trainer.controllers import Controllers
@@ -133,20 +133,20 @@ def changed_seed(_: Reader) -> str:
 
 
 def run_without_checkpoint(reader: Reader) -> str:
-    prepare_directory(plan_of(), "", continues=False).close()
+    RunDirectory(plan_of().spec.directory).prepare(plan_of().spec, "", continues=False).close()
     return reader.types("run", "a.yaml", "--resume", "runs/test", "--dry-run")
 
 
 def used_directory(_: Reader) -> str:
     plan = plan_of()
-    with prepare_directory(plan, "", continues=False):
-        return sentence(UserError, lambda: prepare_directory(plan, "", continues=False))
+    with RunDirectory(plan.spec.directory).prepare(plan.spec, "", continues=False):
+        return sentence(UserError, lambda: RunDirectory(plan.spec.directory).prepare(plan.spec, "", continues=False))
 
 
 def unfinished(_: Reader) -> str:
     Path("runs/test").mkdir(parents=True)
-    write_status(Path("runs/test"), RunStatus("running", 0, 3))
-    return moved_run(Path("runs/test")) or ""
+    RunDirectory(Path("runs/test")).write_status("running", 0, 3)
+    return RunDirectory(Path("runs/test")).moved_text() or ""
 
 
 def killed_rank(_: Reader) -> str:
