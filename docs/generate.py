@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.model_names import MODELS
+from flexrlhf.config.plugins import SHIPPED, load_plugin
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, WarmUp
 from flexrlhf.config.setting_list import SettingRow, setting_sections, yaml_text
@@ -276,14 +277,13 @@ def _of_peer(cell: Cell | None) -> str:
 
 def _commands() -> Iterator[str]:
     yield "## Commands"
-    for command in app.registered_commands:
-        assert command.callback is not None
-        hints = get_type_hints(command.callback, include_extras=True)
-        parameters = signature(command.callback).parameters.items()
+    for name in SHIPPED["commands"]:
+        command = load_plugin("commands", name)
+        hints = get_type_hints(command, include_extras=True)
+        parameters = signature(command).parameters.items()
         rows = [_parameter(name, hints[name], parameter.default) for name, parameter in parameters]
-        name = command.name or command.callback.__name__.replace("_", "-")
         yield f"### `flexrlhf {name}`"
-        yield plain_text(command.help or command.callback.__doc__)
+        yield plain_text(command.__doc__)
         yield _table(("option", "default", "meaning"), rows)
 
 

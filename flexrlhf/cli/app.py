@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, zip_longest
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
-from flexrlhf.cli.advise import advise
-from flexrlhf.cli.chat import chat
-from flexrlhf.cli.doctor import doctor
-from flexrlhf.cli.errors import OneSentenceGroup, with_exit_codes
-from flexrlhf.cli.import_job import import_
-from flexrlhf.cli.plan import data, plan
-from flexrlhf.cli.profile import profile
-from flexrlhf.cli.results import compare, export, report
-from flexrlhf.cli.run import join, run
-from flexrlhf.cli.serve_reward import serve_reward
-from flexrlhf.cli.settings import schema, settings
-from flexrlhf.cli.simulate import simulate
-from flexrlhf.cli.size import size
-from flexrlhf.cli.slurm import slurm
-from flexrlhf.cli.verify import verify
+from flexrlhf.cli.errors import one_sentence_usage, print_error, with_exit_codes
+from flexrlhf.config.plugins import SHIPPED, load_plugin, plugins
+from flexrlhf.errors import UserError
 
-COMMANDS: Mapping[str, tuple[Callable[..., None], ...]] = {
-    "Train": (run, join, serve_reward, slurm, doctor),
-    "Before a run": (plan, data, settings, schema),
-    "Which placement, how fast": (advise, size, simulate, profile, import_),
-    "After a run": (chat, report, compare, verify, export),
+HEADINGS: Mapping[str, tuple[str, ...]] = {
+    "Train": ("run", "join", "serve-reward", "slurm", "doctor"),
+    "Before a run": ("plan", "data", "settings", "schema"),
+    "Which placement, how fast": ("advise", "size", "simulate", "profile", "import"),
+    "After a run": ("chat", "report", "compare", "verify", "export"),
 }
-"""Commands by the heading that they have in the help."""
+"""Commands of this package by the heading that they have in the help."""
+OF_OTHERS = "Of other packages"
 
 
 def print_version(is_given: bool) -> None:
@@ -84,20 +73,92 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, list(chain.from_iterable(found)))
 
 
-app = typer.Typer(
-    cls=OneSentenceGroup,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+class _Commands(dict[str, Any]):
+    """Commands by name, of which only the one that is used is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(SHIPPED["commands"]))
+
+    def with_others(self) -> Self:
+        """Return the commands with those of other packages."""
+        for name in plugins("commands"):
+            self.setdefault(name, None)
+        return self
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a command. Raises UserError for one that cannot be loaded."""
+        if name not in self:
+            self.with_others()
+        if name not in self:
+            return default
+        if self[name] is None:
+            self[name] = _command(name, load_plugin("commands", name))
+        return self[name]
+
+
+def _command(name: str, function: Any) -> Any:
+    if not callable(function):
+        raise UserError(f"command {name}: expected a function, found {type(function).__name__}")
+    single = typer.Typer(**SETTINGS)
+    single.command(name, cls=_Command)(with_exit_codes(function))
+    return typer.main.get_command(single)
+
+
+class _Group(TyperGroup):
+    """Commands under headings, whose errors of usage are one sentence, as all others are, not a frame of several
+    lines."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = self._named = _Commands()
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Parse the options before a command. Without any word, typer's error is the help."""
+        if not args:
+            return super().make_context(info_name, args, parent, **extra)
+        with one_sentence_usage(None):
+            return super().make_context(info_name, args, parent, **extra)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; one that cannot be loaded ends the program with a sentence."""
+        try:
+            return super().get_command(ctx, cmd_name)
+        except UserError as error:
+            print_error(str(error))
+            raise typer.Exit(2) from None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a list of the commands under each heading, one line each."""
+        known = {name for names in HEADINGS.values() for name in names}
+        others = tuple(name for name in self._named.with_others() if name not in known)
+        width = max(map(len, (*known, *others)))
+        for title, names in {**HEADINGS, OF_OTHERS: others}.items():
+            if names:
+                with formatter.section(title):
+                    limit = formatter.width - width - 4
+                    formatter.write_dl([(f"{name:<{width}}", self._line(name, limit)) for name in names])
+
+    def _line(self, name: str, limit: int) -> str:
+        try:
+            return str(self._named.get(name).get_short_help_str(limit))
+        except UserError as error:
+            return str(error)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the options of a command and call it."""
+        with one_sentence_usage(ctx):
+            return super().invoke(ctx)
+
+
+SETTINGS: Mapping[str, Any] = {
+    "no_args_is_help": True,
+    "pretty_exceptions_enable": False,
     # plain text: the library for frames and colours would take half of the time of a help
-    rich_markup_mode=None,
-    context_settings={
+    "rich_markup_mode": None,
+    "context_settings": {
         "token_normalize_func": lambda name: name.replace("_", "-"),
         "help_option_names": ["--help", "-h"],
     },
-)
+}
+app = typer.Typer(cls=_Group, **SETTINGS)
 app.callback()(start)
-for group, commands in COMMANDS.items():
-    for command in commands:
-        # `import` is a word of Python
-        name = command.__name__.rstrip("_").replace("_", "-")
-        app.command(name, cls=_Command, rich_help_panel=group)(with_exit_codes(command))

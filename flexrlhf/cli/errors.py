@@ -14,7 +14,6 @@ from typing import Any, ParamSpec
 
 import typer
 from pydantic import ValidationError
-from typer.core import TyperGroup
 
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec_file import plain_problem
@@ -37,37 +36,9 @@ _USAGE_ERROR: Any = typer.BadParameter.__base__
 """Base of all errors in a command line, which typer has but does not export."""
 
 
-class OneSentenceGroup(TyperGroup):
-    """Commands in groups, whose errors of usage are one sentence, as all others are, not a frame of several lines."""
-
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Parse the options before a command. Without any word, typer's error is the help."""
-        if not args:
-            return super().make_context(info_name, args, parent, **extra)
-        with _one_sentence_usage(None):
-            return super().make_context(info_name, args, parent, **extra)
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write a list of the commands of each group, one line each."""
-        groups: dict[str, list[tuple[str, str]]] = {}
-        width = max(map(len, self.commands))
-        for name, command in self.commands.items():
-            line = command.get_short_help_str(formatter.width - width - 4)
-            groups.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append(
-                (f"{name:<{width}}", line)
-            )
-        for title, rows in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Parse the options of a command and call it."""
-        with _one_sentence_usage(ctx):
-            return super().invoke(ctx)
-
-
 @contextmanager
-def _one_sentence_usage(group: Any) -> Iterator[None]:
+def one_sentence_usage(group: Any) -> Iterator[None]:
+    """Context in which an error of usage ends the program with a sentence. ``group``: of the commands, once parsed."""
     try:
         yield
     except _USAGE_ERROR as error:

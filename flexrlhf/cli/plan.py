@@ -21,6 +21,7 @@ from flexrlhf.cli.options import (
 )
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_absent_data, print_data_lines
 from flexrlhf.cli.working import working
+from flexrlhf.config.plugins import load_plugin
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.user_paths import check_output, write_output
 from flexrlhf.data.quickstart import prepare_corpus
@@ -30,7 +31,6 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.run_data import check_inspection, data_sources, inspect_source, tokenizer_run
 from flexrlhf.plan.run_tokenizer import load_run_tokenizer
-from flexrlhf.text import bytes_text
 
 Html = Annotated[
     Path | None,
@@ -50,10 +50,7 @@ def plan(runs: RunOptions, force: Force = False, price: Price = None, html: Html
     Transfers and process groups, too. Data that exists is checked. Starts nothing.
     """
     paths = runs.paths
-    if html is not None:
-        from flexrlhf.report.command import check_page_path
-
-        check_page_path(html, "--html", paths)
+    page = None if html is None else load_plugin("options", "html")(html, paths)
     if output is not None:
         check_output(output, "--output", "full.yaml", lambda text: text.startswith(WRITTEN), paths)
     plans = plan_runs(runs.specs())
@@ -73,8 +70,10 @@ def plan(runs: RunOptions, force: Force = False, price: Price = None, html: Html
     if paths:
         print_data_lines(found)
         print_absent_data(plans)
-    if html is not None:
-        _write_page(plans, html)
+    if page is not None:
+        with working(f"writing {html}"):
+            written = page.write(plans)
+        typer.echo(written.text)
     check_memory(plans, force)
     if output is not None:
         write_output(output, "--output", f"{WRITTEN} {plans[0].spec.name}\n{dump_spec(plans[0].spec)}")
@@ -82,36 +81,15 @@ def plan(runs: RunOptions, force: Force = False, price: Price = None, html: Html
 
 
 def _print_predictions(plans: Sequence[Plan], price: str | None) -> None:
-    """Print the predicted speed of each run whose models and devices have known costs.
-
-    Raises UserError for prices of runs without a prediction.
-    """
-    from flexrlhf.guideline.simulation.inputs import costs_for
-    from flexrlhf.guideline.simulation.lengths import read_lengths
-    from flexrlhf.guideline.simulation.simulate import simulate
-    from flexrlhf.guideline.simulation.simulation_text import format_prediction
-    from flexrlhf.guideline.simulation.usage import read_prices
-
-    prices = read_prices(price, (name for plan in plans for name in plan.cluster.classes))
-    for plan in plans:
-        try:
-            source = costs_for(plan.spec, None)
-            simulation = simulate(plan, source.costs, read_lengths(None, plan))
-        except UserError as error:
-            if price is not None:
-                raise UserError(f"--price {price}: no speed of {plan.spec.name} is predicted ({error})") from None
-        else:
-            typer.echo(f"{plan.spec.name}: {format_prediction(simulation, source, prices)}\n")
-
-
-def _write_page(plans: Sequence[Plan], path: Path) -> None:
-    from flexrlhf.report.command import write_plan_page
-
-    with working(f"writing {path}"):
-        written = write_plan_page(plans, path)
-    typer.echo(f"{written.path}: {bytes_text(written.bytes)}, opens in any browser without a network")
-    for note in written.notes:
-        typer.echo(note)
+    """Print the predicted speed of each run. Raises UserError for prices if nothing predicts."""
+    try:
+        print_predictions = load_plugin("options", "predictions")
+    except UserError as error:
+        if price is not None:
+            raise
+        print_error(f"no speed is predicted: {error}")
+    else:
+        print_predictions(plans, price)
 
 
 def data(

@@ -12,6 +12,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.data.files import is_present
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
+from flexrlhf.plan.choice import planned
 from flexrlhf.plan.data_report import absent_line, data_line, data_warnings, unread_line
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import DataSource, data_sources, present_inspections
@@ -20,8 +21,6 @@ from flexrlhf.plan.suggestions import check_fits
 
 def plan_runs(specs: Sequence[Spec]) -> list[Plan]:
     """Plan the runs of a command; prints the settings that are chosen because their YAMLs leave them out."""
-    from flexrlhf.guideline.advice.auto import planned
-
     with working("planning"):
         found = planned(specs)
     for _, text in found:

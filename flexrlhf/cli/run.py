@@ -15,6 +15,7 @@ from flexrlhf.cli.errors import EXIT_CODES, print_error
 from flexrlhf.cli.options import Force, Launcher, Nnodes, NodeRank, RdzvEndpoint, RunOptions, with_run_options
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.working import working
+from flexrlhf.config.plugins import load_plugin
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
@@ -129,9 +130,7 @@ def run(
         if replanned is None:
             job.start(max_restarts, factory)
         else:
-            from flexrlhf.launch.replanning import Replanner
-
-            replanner = Replanner(job, {spec.name: spec for spec in specs}, *replanned)
+            replanner = load_plugin("options", "replan")(job, {spec.name: spec for spec in specs}, *replanned)
             trained = replanner.start(max_restarts, factory)
         # results are there; what follows are words
         end_command(None)
@@ -235,13 +234,12 @@ def _preflight(
     plans: Sequence[Plan], hosts: Hosts, *, is_quickstart: bool, resume: str | None, factory: RankFactory | None
 ) -> None:
     """Check everything before a rank trains. Raises RunStopped if a check fails."""
-    from flexrlhf.cli.doctor import run_preflight
     from flexrlhf.data.quickstart import prepare_corpus
     from flexrlhf.launch.rendezvous import JOIN_SECONDS
 
     if is_quickstart:
         prepare_corpus()
-    run_preflight(plans, hosts, resume, JOIN_SECONDS, PREFLIGHT_SECONDS, factory)
+    load_plugin("options", "preflight")(plans, hosts, resume, JOIN_SECONDS, PREFLIGHT_SECONDS, factory)
     if hosts.is_first_node:
         typer.echo("")
 

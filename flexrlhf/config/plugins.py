@@ -26,6 +26,37 @@ SHIPPED: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "megatron": "flexrlhf.engines.megatron.facts:MEGATRON",
             "vllm": "flexrlhf.engines.vllm.facts:VLLM",
         },
+        "commands": {
+            "run": "flexrlhf.cli.run:run",
+            "join": "flexrlhf.cli.run:join",
+            "serve-reward": "flexrlhf.cli.serve_reward:serve_reward",
+            "slurm": "flexrlhf.cli.slurm:slurm",
+            "doctor": "flexrlhf.measure.commands.doctor:doctor",
+            "plan": "flexrlhf.cli.plan:plan",
+            "data": "flexrlhf.cli.plan:data",
+            "settings": "flexrlhf.cli.settings:settings",
+            "schema": "flexrlhf.cli.settings:schema",
+            "advise": "flexrlhf.guideline.commands.advise:advise",
+            "size": "flexrlhf.guideline.commands.size:size",
+            "simulate": "flexrlhf.guideline.commands.simulate:simulate",
+            "profile": "flexrlhf.measure.commands.profile:profile",
+            "import": "flexrlhf.imports.command:import_",
+            "chat": "flexrlhf.cli.chat:chat",
+            "report": "flexrlhf.report.commands:report",
+            "compare": "flexrlhf.report.commands:compare",
+            "verify": "flexrlhf.verify.command:verify",
+            "export": "flexrlhf.cli.export:export",
+        },
+        # what an option of a command does, where another part does it
+        "options": {
+            "html": "flexrlhf.report.pages:PlanPage",
+            "tables": "flexrlhf.report.pages:TablesPage",
+            "predictions": "flexrlhf.guideline.simulation.predictions:print_predictions",
+            "preflight": "flexrlhf.measure.commands.doctor:run_preflight",
+            "replan": "flexrlhf.guideline.advice.replanning:Replanner",
+        },
+        # the settings of a YAML without a placement, and of placement: auto
+        "chooser": {"search": "flexrlhf.guideline.advice.auto:choose"},
     }
 )
 """Plug-ins of this package, by group and name: ``module:attribute``. ``pyproject.toml`` has the same."""
@@ -113,6 +144,17 @@ def find_plugin(group: str, name: str) -> Plugin | None:
     if name in SHIPPED[group]:
         return Plugin(group, name, SHIPPED[group][name])
     return plugins(group).get(name)
+
+
+def chosen_plugin(group: str) -> Plugin:
+    """Return the only plug-in of a group: another package's goes before this package's.
+
+    Raises UserError if several packages have one.
+    """
+    others = _of_others(group)
+    if len(others) > 1:
+        raise UserError(f"{group}: {' and '.join(f'{each.name} of {each.package}' for each in others)}; uninstall one")
+    return others[0] if others else next(iter(plugins(group).values()))
 
 
 @cache

@@ -13,6 +13,7 @@ from flexrlhf.launch.lifetime import quiet_torch
 from flexrlhf.launch.preparation import prepare_job
 from flexrlhf.launch.rank_factory import lasting_factory
 from flexrlhf.placement.hosts import Hosts
+from flexrlhf.plan.choice import planned
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.runs.run_directory import RunDirectory
 
@@ -69,8 +70,6 @@ class ExecutionEngine:
         Hosts().check_single_planner([spec])
         self._resume = None if resume is None else str(resume)
         self._accepts = accept_changes
-        from flexrlhf.guideline.advice.auto import planned
-
         ((self.plan, text),) = planned([spec])
         if text:
             print(text)

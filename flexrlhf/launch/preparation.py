@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from flexrlhf.errors import UserError
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.launchers import find_launcher
-from flexrlhf.loggers.base import check_loggers
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.free_space import check_free_space
+from flexrlhf.runs.logger import check_loggers
 from flexrlhf.runs.resume import Resumption, is_finished, keep_runs, resume_runs, resumed
 
 

@@ -37,6 +37,7 @@ from flexrlhf.launch.session_connection import SessionRanks
 from flexrlhf.operators.graph import TrainPart, is_own
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.placement.protocols import Parts, Split, TransferProtocol
+from flexrlhf.plan.choice import planned
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import examples_of
 from flexrlhf.plan.run_tokenizer import load_run_tokenizer
@@ -72,8 +73,6 @@ class Session:
         if Hosts.under_torchrun():
             raise UserError("session: it starts the ranks itself, found torchrun's; start the program with python")
         Hosts().check_single_planner([spec])
-        from flexrlhf.guideline.advice.auto import planned
-
         ((self.plan, _),) = planned([spec])
         _check_callable(self.plan)
         if not force:

@@ -15,7 +15,7 @@ from flexrlhf.config.output_settings import MlflowSpec
 from flexrlhf.config.proxies import proxy_of
 from flexrlhf.config.secrets import expanded_url, has_port, without_secrets
 from flexrlhf.errors import UserError
-from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
+from flexrlhf.runs.logger import LoggedRun, Row, Sample, numbers, sample_table
 
 HINT = "correct tracking_uri, or start its server"
 PORTS = {"http": 80, "https": 443}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.output_settings import TensorBoardSpec
-from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
+from flexrlhf.runs.logger import LoggedRun, Row, Sample, numbers, sample_table
 
 FOLDER = "tensorboard"
 HINT = "make its directory writable"

@@ -10,7 +10,7 @@ from uuid import uuid4
 from flexrlhf.config.output_settings import WandbSpec
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.errors import UserError
-from flexrlhf.loggers.base import LoggedRun, Row, Sample, numbers, sample_table
+from flexrlhf.runs.logger import LoggedRun, Row, Sample, numbers, sample_table
 
 HINT = "set WANDB_API_KEY, or mode: offline"
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from flexrlhf.errors import UserError, nearest
+
 ALLOCATABLE = 0.988
 """Share of the GiB in a device's name that a framework can allocate: 79.1 of 80, 31.7 of 32, 139.8 of 141."""
 CONTEXT_BYTES = 1.5e9
@@ -94,6 +96,21 @@ class DeviceClass:
     def allocator_bytes(self) -> float:
         """Bytes that torch's allocator can take."""
         return ALLOCATABLE * 2**30 * self.memory_gb - CONTEXT_BYTES
+
+    @classmethod
+    def find(cls, text: str, where: str) -> str:
+        """Return the name of the device class that ``text`` is, in any case, or that it is the start of.
+
+        Raises UserError if there is none, or several.
+        """
+        lowered = {name.lower(): name for name in cls.KNOWN}
+        if text.lower() in lowered:
+            return lowered[text.lower()]
+        starts = [name for key, name in lowered.items() if key.startswith(text.lower())]
+        if len(starts) == 1:
+            return starts[0]
+        hint = f" (it may be {' or '.join(starts)})" if starts else nearest(text, cls.KNOWN)
+        raise UserError(f"{where} {text}: no such device class{hint}; known: {', '.join(cls.KNOWN)}")
 
 
 _A100 = DeviceClass("A100-80G", 312, 80, 2039, 300, 31, 200, attention=0.59)

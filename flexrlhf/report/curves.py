@@ -10,9 +10,9 @@ import plotly.graph_objects as go
 
 from flexrlhf.metrics import METRICS, MOST_STALE
 from flexrlhf.report.look import run_colour
-from flexrlhf.report.metric_table import Series
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
-from flexrlhf.report.run_contents import RunContents
+from flexrlhf.runs.metric_table import Series
+from flexrlhf.runs.run_contents import RunContents
 from flexrlhf.text import counted, shortened
 
 HEIGHT = 215

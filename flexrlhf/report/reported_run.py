@@ -17,11 +17,11 @@ from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.pipeline import ResolvedSpec, plan_on, resolve
 from flexrlhf.plan.plan import Plan
-from flexrlhf.report.file_reader import Row
 from flexrlhf.report.look import InstructionStyles
-from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.step_times import StepTime, last_steps, settled_steps, step_times
 from flexrlhf.report.timeline_picture import MOST_SPANS, MOST_STEPS, Lane, ShownTimeline, lanes_of
+from flexrlhf.runs.file_reader import Row
+from flexrlhf.runs.run_contents import RunContents
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.calls import CalledStep
 from flexrlhf.timeline import Span

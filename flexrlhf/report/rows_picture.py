@@ -12,10 +12,10 @@ from flexrlhf.metrics import STALENESS, Outcome
 from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.report.curves import HEIGHT, MARGIN, STALE
 from flexrlhf.report.look import OTHERS, RUNS
-from flexrlhf.report.metric_table import MetricTable, Series
 from flexrlhf.report.picture import AUTOMARGIN, Picture, make_figure
-from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.samples_table import spread
+from flexrlhf.runs.metric_table import MetricTable, Series
+from flexrlhf.runs.run_contents import RunContents
 
 COLOURS = dict(zip(map(str, Outcome), (*RUNS, *OTHERS), strict=False))
 IN_FLIGHT_COLOUR = "#8b9098"

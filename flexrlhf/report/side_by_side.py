@@ -17,9 +17,9 @@ from flexrlhf.config.number_settings import SettingDifference, differing_setting
 from flexrlhf.errors import one_line, shown
 from flexrlhf.metrics import METRICS
 from flexrlhf.operators.graph import OperatorKind
-from flexrlhf.report.metric_table import MetricTable, Series
-from flexrlhf.report.run_contents import RecordedSteps
 from flexrlhf.report.step_times import WAITING, busy_seconds, settled_steps, step_times
+from flexrlhf.runs.metric_table import MetricTable, Series
+from flexrlhf.runs.run_contents import RecordedSteps
 from flexrlhf.strategies.instructions import Run, WorkKind
 from flexrlhf.text import bytes_text, counted, shortened, table
 from flexrlhf.timeline import Span

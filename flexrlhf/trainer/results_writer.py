@@ -13,12 +13,12 @@ from functools import partial
 
 from flexrlhf.display.events import Send, StepDone
 from flexrlhf.engines.copy_streams import CopyTimes
-from flexrlhf.loggers.run_loggers import RunLoggers, open_loggers
 from flexrlhf.metrics import METRICS, Outcome, Triple
 from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.runs.recorded_columns import RecordedColumns
 from flexrlhf.runs.run_directory import RunDirectory
+from flexrlhf.runs.run_loggers import RunLoggers, open_loggers
 from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.text import span_of
 from flexrlhf.timeline import KEPT_STEPS, SPANS, Timeline, Trace

@@ -15,7 +15,7 @@ import yaml
 from commands import start
 from toys import copying, write_toys
 
-from flexrlhf.report.command import write_report
+from flexrlhf.report.pages import write_report
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.timeline import Trace
 

@@ -19,7 +19,7 @@ from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import METRICS
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.report.reported_run import plan_of_run
-from flexrlhf.report.run_contents import read_contents
+from flexrlhf.runs.run_contents import read_contents
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Run
 

@@ -40,7 +40,6 @@ from flexrlhf.guideline.advice.request import (
     SETTINGS,
     AdviceOptions,
     AdviceRequest,
-    find_class,
     nodes_of_eight,
     read_nodes,
 )
@@ -59,6 +58,7 @@ from flexrlhf.guideline.simulation.lengths import expected_lengths, read_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.memory.states import kv_cache_bytes
+from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.changes import enlarged
 from flexrlhf.plan.largest_batch import with_prompts
 from flexrlhf.plan.pipeline import make_plan
@@ -1089,9 +1089,9 @@ def test_a_tie_of_single_operators_is_refused() -> None:
 
 
 def test_classes_are_found_by_their_start() -> None:
-    assert find_class("h20-", "--gpu-type") == "H20-96G"
+    assert DeviceClass.find("h20-", "--gpu-type") == "H20-96G"
     with pytest.raises(UserError, match="no such device class"):
-        find_class("TPU", "--gpu-type")
+        DeviceClass.find("TPU", "--gpu-type")
 
 
 def test_the_simplest_of_equals_is_taken(advice: Advice) -> None:

@@ -13,10 +13,10 @@ from small_runs import plan_of
 from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.comm.world import World
 from flexrlhf.display.events import discard
-from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.metrics import Triple
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.run_directory import RunDirectory
+from flexrlhf.runs.run_loggers import RunLoggers
 from flexrlhf.strategies.instructions import Eval, Run, Save
 from flexrlhf.timeline import Timeline
 from flexrlhf.trainer.recorder import Recorder, make_report

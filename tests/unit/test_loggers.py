@@ -18,8 +18,8 @@ from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.loggers import base as packages
 from flexrlhf.loggers import tensorboard as tensorboard_logger
-from flexrlhf.loggers.base import Row
-from flexrlhf.loggers.run_loggers import open_loggers, read_states
+from flexrlhf.runs.logger import Row
+from flexrlhf.runs.run_loggers import open_loggers, read_states
 
 EACH = ["tensorboard", "wandb", "mlflow"]
 Raw = dict[str, Any]

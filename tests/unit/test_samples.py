@@ -11,9 +11,9 @@ from torch import distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.display.events import discard
-from flexrlhf.loggers.run_loggers import RunLoggers
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.runs.run_directory import RunDirectory
+from flexrlhf.runs.run_loggers import RunLoggers
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.timeline import Timeline
 from flexrlhf.trainer.recorder import Recorder, make_report

@@ -5,7 +5,7 @@ The search is limited by its work, so every machine of a job finds the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,9 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.hosts import Hosts, is_on_cpu
+from flexrlhf.placement.hosts import is_on_cpu
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.changes import OF_MODELS
-from flexrlhf.plan.epochs import with_epochs
-from flexrlhf.plan.pipeline import make_plans
-from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.suggestions import fitted
 from flexrlhf.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -32,30 +28,9 @@ SETTINGS = ("engine", *OF_MODELS)
 """Settings of models that a search chooses."""
 
 
-def planned(specs: Sequence[Spec]) -> list[tuple[Plan, str]]:
-    """Plan the runs of a command, and choose settings that their YAMLs leave out: each plan with a text on the choice
-    for the first rank to print, which is empty if nothing is chosen and on other ranks.
-
-    Raises UserError as ``make_plans``, and if ``placement: auto`` finds nothing that fits.
-    """
-    chosen: list[tuple[Spec, str]] = []
-
-    def choose(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> Spec:
-        spec, length = with_epochs(spec, pending)
-        spec, searched = _with_placement(spec, pending, obstacle)
-        chosen.append((spec, "\n".join(filter(None, (length, searched)))))
-        return spec
-
-    found = []
-    for plan, (spec, searched) in zip(make_plans(specs, choose), chosen, strict=True):
-        suited, sentence = fitted(spec, plan)
-        texts = [text for text in (searched, sentence) if text and Hosts().is_first]
-        found.append((suited, "\n".join(texts)))
-    return found
-
-
-def _with_placement(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> tuple[Spec, str]:
-    """Return ``spec`` with the placement to use, and a text on it; as it is, without a text, if its own is used."""
+def choose(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> tuple[Spec, str]:
+    """Return ``spec``, which has no placement or ``auto``, with the one to use, and a text on it; as it is, without a
+    text, if it needs none. A ``Chooser``."""
     is_open = "placement" not in spec.model_fields_set
     has_gpus = Cluster.of(spec.cluster).has_known_gpus(spec.cluster)
     if spec.placement != "auto" and not (is_open and (has_gpus or _is_on_cpu(spec))):

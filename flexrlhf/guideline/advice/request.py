@@ -233,7 +233,7 @@ def _option(name: str) -> str:
 
 def nodes_of_eight(gpus: int, gpu_type: str) -> tuple[dict[str, Any], ...]:
     """Nodes of eight with ``gpus`` devices of one class. Raises UserError for an unknown class or an uneven number."""
-    device_class = find_class(gpu_type, "--gpu-type")
+    device_class = DeviceClass.find(gpu_type, "--gpu-type")
     if gpus <= DeviceClass.PER_NODE:
         return ({"count": 1, "devices": gpus, "class": device_class},)
     if gpus % DeviceClass.PER_NODE:
@@ -243,21 +243,6 @@ def nodes_of_eight(gpus: int, gpu_type: str) -> tuple[dict[str, Any], ...]:
             f"describe the nodes in a file for --cluster"
         )
     return ({"count": gpus // DeviceClass.PER_NODE, "devices": DeviceClass.PER_NODE, "class": device_class},)
-
-
-def find_class(text: str, where: str) -> str:
-    """Name of the device class that ``text`` is, in any case, or that it is the start of.
-
-    Raises UserError if there is none, or several.
-    """
-    lowered = {name.lower(): name for name in DeviceClass.KNOWN}
-    if text.lower() in lowered:
-        return lowered[text.lower()]
-    starts = [name for key, name in lowered.items() if key.startswith(text.lower())]
-    if len(starts) == 1:
-        return starts[0]
-    hint = f" (it may be {' or '.join(starts)})" if starts else nearest(text, DeviceClass.KNOWN)
-    raise UserError(f"{where} {text}: no such device class{hint}; known: {', '.join(DeviceClass.KNOWN)}")
 
 
 def read_nodes(path: Path) -> tuple[dict[str, Any], ...]:
@@ -288,4 +273,4 @@ def _node(node: dict[str, Any], path: Path, known: set[str]) -> dict[str, Any]:
             raise UserError(f"--cluster {path}: unknown key {key!r}{nearest(str(key), known)}")
     if "class" not in node:
         raise UserError(f"--cluster {path}: a node has no class; known: {', '.join(DeviceClass.KNOWN)}")
-    return {**node, "class": find_class(str(node["class"]), f"--cluster {path}: class")}
+    return {**node, "class": DeviceClass.find(str(node["class"]), f"--cluster {path}: class")}

@@ -16,7 +16,7 @@ from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.refusal import last_resort
-from flexrlhf.guideline.advice.request import AdviceOptions, find_class
+from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.advice.space import Space, make_space
 from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
 from flexrlhf.placement.cluster import Cluster
@@ -125,7 +125,7 @@ class SizeTable:
         """Options of each cell, by row. Raises UserError for unknown models, device classes and settings."""
         for model in self.models:
             find_model(model, "MODEL")
-        classes = list(dict.fromkeys(find_class(name, "--gpu-type") for name in self.classes))
+        classes = list(dict.fromkeys(DeviceClass.find(name, "--gpu-type") for name in self.classes))
         rows = product(self.models, self.algorithms, self.responses, (None, self.rank))
         cells = [
             replace(self.others, model=m, algorithm=a, response_tokens=r, lora=lora, gpu_type=name)

@@ -31,7 +31,7 @@ class Basis:
         if run is None:
             return cls(profile)
         from flexrlhf.guideline.simulation.measured_run import measured_run
-        from flexrlhf.report.run_record import read_record
+        from flexrlhf.guideline.simulation.run_record import read_record
 
         return cls(profile, measured_run(read_record(run), profile))
 

@@ -8,8 +8,8 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.measured_run import MeasuredRun, RunRecord
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.report.run_contents import RunContents, read_contents
 from flexrlhf.runs.free_space import planned_disk
+from flexrlhf.runs.run_contents import RunContents, read_contents
 from flexrlhf.runs.run_directory import RunDirectory
 
 

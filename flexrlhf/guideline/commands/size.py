@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexrlhf.cli.advise import Engine, MeanResponse, MiniBatches, Prompts, PromptTokens, Rollout, Samples
 from flexrlhf.cli.options import Overrides, Price
 from flexrlhf.cli.working import working
 from flexrlhf.config.data_settings import MOST_TOKENS
+from flexrlhf.config.plugins import load_plugin
 from flexrlhf.config.user_paths import check_output, check_output_directory, write_output
+from flexrlhf.guideline.commands.advise import (
+    Engine,
+    MeanResponse,
+    MiniBatches,
+    Prompts,
+    PromptTokens,
+    Rollout,
+    Samples,
+)
 
 if TYPE_CHECKING:
     from flexrlhf.guideline.advice.sizes import Size
@@ -75,14 +84,12 @@ def size(
     from flexrlhf.guideline.advice.sizes import CLASSES, RESPONSES, SizeTable
     from flexrlhf.guideline.advice.sizes_text import SizesText, is_sizes
     from flexrlhf.guideline.simulation.usage import read_prices
-    from flexrlhf.report.page import is_own_page
 
     if output is not None:
         check_output_directory(output, "--output")
     if markdown is not None:
         check_output(markdown, "--markdown", "sizes.md", is_sizes)
-    if html is not None:
-        check_output(html, "--html", "sizes.html", is_own_page)
+    page = None if html is None else load_plugin("options", "tables")(html, "sizes.html")
     others = AdviceOptions(
         prompt_tokens=prompt_tokens,
         prompts=prompts,
@@ -126,8 +133,8 @@ def size(
         typer.echo(f"\nwritten to {output}: flexrlhf plan {shlex.quote(str(output))}/NAME.yaml")
     if markdown is not None:
         write_output(markdown, "--markdown", text.markdown())
-    if html is not None:
-        write_output(html, "--html", _page(text))
+    if page is not None:
+        page.write("Devices that a model needs", _sections(text), text.command)
 
 
 def _command(models: Sequence[str], given: Mapping[str, Any]) -> str:
@@ -150,13 +157,14 @@ def _write_plans(directory: Path, sizes: list[Size]) -> None:
         write_advised(plan.chosen, path)
 
 
-def _page(text: SizesText) -> str:
-    """Return the HTML of a table: all classes next to each other, then the plan of each cell."""
-    from flexrlhf.report.page import Page, Section, Table, render
-
-    short, long, costs = (Table(head, tuple(rows)) for head, *rows in (text.grid(), text.lines(), text.costs()))
-    sections = (
-        Section("devices", "Devices", text.title, tables=(short,), notes=tuple(text.notes())),
-        Section("plans", "Plans on the fewest devices", tables=(long, costs), notes=(text.cost_note,)),
+def _sections(text: SizesText) -> Sequence[Mapping[str, Any]]:
+    """Return the sections of a page: all classes next to each other, then the plan of each cell."""
+    return (
+        {"key": "devices", "title": "Devices", "caption": text.title, "tables": [text.grid()], "notes": text.notes()},
+        {
+            "key": "plans",
+            "title": "Plans on the fewest devices",
+            "tables": [text.lines(), text.costs()],
+            "notes": [text.cost_note],
+        },
     )
-    return render(Page("Devices that a model needs", (), sections, text.command))

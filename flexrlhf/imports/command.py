@@ -33,13 +33,13 @@ def import_(file: JobFile, output: Output = None, gpu_type: GpuType = None, var:
     Of verl, OpenRLHF, TRL, NeMo-RL, AReaL or DeepSpeed-Chat, for `plan`, `simulate` and `advise`. Each line says which
     setting it is from; settings without a counterpart are listed. The file is read, never executed.
     """
-    from flexrlhf.guideline.advice.request import find_class
     from flexrlhf.imports.translate import translated
     from flexrlhf.imports.translation import is_imported
+    from flexrlhf.placement.devices import DeviceClass
 
     if output is not None:
         check_output(output, "--output", "my.yaml", is_imported, (file,))
-    device_class = None if gpu_type is None else find_class(gpu_type, "--gpu-type")
+    device_class = None if gpu_type is None else DeviceClass.find(gpu_type, "--gpu-type")
     given = dict(_pair(text) for text in var or ())
     with working(f"reading {file}"):
         found = translated(file, device_class, given)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.user_paths import check_output, instead_of, is_json, write_output
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.plan.plan import Plan
-from flexrlhf.report.file_reader import without_surrogates
-from flexrlhf.report.page import Page, is_own_page, render
+from flexrlhf.report.page import Page, Section, Table, is_own_page, render
 from flexrlhf.report.reported_run import ReportedRun, plan_of_run, predict, predict_run
-from flexrlhf.report.run_contents import CONFIG, METRICS, RunContents, read_contents
 from flexrlhf.report.sections import plan_page, run_page
+from flexrlhf.runs.file_reader import without_surrogates
+from flexrlhf.runs.run_contents import CONFIG, METRICS, RunContents, read_contents
+from flexrlhf.text import bytes_text
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,12 @@ class WrittenPage:
     path: Path
     bytes: int
     notes: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """Lines for a terminal."""
+        size = f"{self.path}: {bytes_text(self.bytes)}, opens in any browser without a network"
+        return "\n".join((size, *self.notes))
 
 
 def check_page_path(path: Path, option: str, inputs: Sequence[Path] = ()) -> None:
@@ -48,14 +56,39 @@ def write_report(directories: Sequence[Path], path: Path, profile: Path | None) 
     return _write(path, "--output", run_page(runs, _now()), runs)
 
 
-def write_plan_page(plans: Sequence[Plan], path: Path) -> WrittenPage:
-    """Write the page of ``plans``."""
-    runs = []
-    for plan in plans:
-        prediction = predict(plan)
-        contents = RunContents(plan.spec.directory, dump_spec(plan.spec), plan.spec, steps=plan.spec.steps)
-        runs.append(ReportedRun(contents, plan, prediction))
-    return _write(path, "--html", plan_page(runs, _now()), runs)
+class PlanPage:
+    """The page of a command's plans, ``--html``."""
+
+    def __init__(self, path: Path, inputs: Sequence[Path] = ()) -> None:
+        """Check ``path``. ``inputs``: files that it may not replace. Raises UserError."""
+        check_page_path(path, "--html", inputs)
+        self._path = path
+
+    def write(self, plans: Sequence[Plan]) -> WrittenPage:
+        """Write the page of ``plans``."""
+        runs = []
+        for plan in plans:
+            prediction = predict(plan)
+            contents = RunContents(plan.spec.directory, dump_spec(plan.spec), plan.spec, steps=plan.spec.steps)
+            runs.append(ReportedRun(contents, plan, prediction))
+        return _write(self._path, "--html", plan_page(runs, _now()), runs)
+
+
+class TablesPage:
+    """A page of tables, ``--html`` of a command."""
+
+    def __init__(self, path: Path, such_as: str) -> None:
+        """Check ``path``. ``such_as``: an example of a file name. Raises UserError."""
+        check_output(path, "--html", such_as, is_own_page)
+        self._path = path
+
+    def write(self, title: str, sections: Iterable[Mapping[str, Any]], footer: str) -> None:
+        """Write the page. ``sections``: fields of each ``Section``, whose tables are rows of cells below a head."""
+        made = []
+        for section in sections:
+            tables = [Table(head, tuple(rows)) for head, *rows in section["tables"]]
+            made.append(Section(**{**section, "tables": tuple(tables), "notes": tuple(section["notes"])}))
+        write_output(self._path, "--html", render(Page(title, (), tuple(made), footer)))
 
 
 def _named_apart(runs: Sequence[RunContents]) -> list[RunContents]:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flexrlhf.cli.basis import Basis
 from flexrlhf.cli.options import ConfigOption, MeasuredIn, Overrides, Price, Profile, RunOptions, complete_config
 from flexrlhf.cli.working import working
 from flexrlhf.config.data_settings import MOST_TOKENS
 from flexrlhf.config.spec import MAX_LAG
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
+from flexrlhf.guideline.commands.basis import Basis
 from flexrlhf.placement.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _on_run(
     from flexrlhf.guideline.advice.advice_text import format_advice
     from flexrlhf.guideline.advice.advised_yaml import write_advised
     from flexrlhf.guideline.advice.replan import format_replan, replan
-    from flexrlhf.report.run_record import restart_seconds
+    from flexrlhf.guideline.simulation.run_record import restart_seconds
 
     with working("searching for a placement"):
         found = replan(run, restart_seconds(run), None, seconds, tie, take)

@@ -13,9 +13,9 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError, nearest, one_line
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.report.file_reader import DAMAGE, FileReader, Row, RowReader, read_json
-from flexrlhf.report.metric_table import MetricTable
-from flexrlhf.report.row_forms import CALLS_ROW, FACTS, FAILURE_RECORD, METRIC_ROW, REPLAN_ROW, SAMPLE_ROW
+from flexrlhf.runs.file_reader import DAMAGE, FileReader, Row, RowReader, read_json
+from flexrlhf.runs.metric_table import MetricTable
+from flexrlhf.runs.row_forms import CALLS_ROW, FACTS, FAILURE_RECORD, METRIC_ROW, REPLAN_ROW, SAMPLE_ROW
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.text import counted, shortened
 from flexrlhf.timeline import Span, Trace

@@ -20,7 +20,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, one_line
-from flexrlhf.loggers.base import LoggedRun, Row, RunLogger, Sample, check_loggers
+from flexrlhf.runs.logger import LoggedRun, Row, RunLogger, Sample, check_loggers
 
 CLASSES = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MlflowLogger"}
 """Class of each logger, in the file of its name."""

@@ -18,12 +18,12 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import Preempted, UserError
 from flexrlhf.guideline.advice.replan import Replan, format_replan, places_text, replan, returns
 from flexrlhf.guideline.simulation.measured_run import measured_run
+from flexrlhf.guideline.simulation.run_record import read_record, restart_seconds
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.preparation import checked_job
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.report.run_record import read_record, restart_seconds
 from flexrlhf.runs.resume import AUTO, resume_runs
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.trainer.stop_requests import REPLAN

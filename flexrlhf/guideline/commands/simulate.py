@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.basis import Basis
 from flexrlhf.cli.options import MeasuredIn, Price, Profile, RunOptions, with_run_options
 from flexrlhf.cli.planning import plan_runs
 from flexrlhf.config.user_paths import check_output
 from flexrlhf.errors import UserError
+from flexrlhf.guideline.commands.basis import Basis
 from flexrlhf.plan.suggestions import lack_text
 
 Lengths = Annotated[

@@ -1,0 +1,1 @@
+"""Commands that predict and choose: ``advise``, ``size``, ``simulate``."""
