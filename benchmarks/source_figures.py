@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "flexrlhf"
 SATELLITES = (
     *("guideline.", "imports.", "loggers.", "measure.", "report.", "verify."),
-    *("engines.deepspeed.", "engines.megatron.", "engines.vllm.", "environments.packages.", "launch.ray_"),
+    *("engines.deepspeed.", "engines.megatron.", "engines.vllm.", "environments.packages.", "launch.ray."),
 )
 """Beginnings of the names of modules that are no part of the core."""
 RANK = ("launch.worker", "engines.torch.engine")

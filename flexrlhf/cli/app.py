@@ -104,7 +104,7 @@ def _command(name: str, function: Any) -> Any:
     return typer.main.get_command(single)
 
 
-class _Group(TyperGroup):
+class _CommandGroup(TyperGroup):
     """Commands under headings, whose errors of usage are one sentence, as all others are, not a frame of several
     lines."""
 
@@ -160,5 +160,5 @@ SETTINGS: Mapping[str, Any] = {
         "help_option_names": ["--help", "-h"],
     },
 }
-app = typer.Typer(cls=_Group, **SETTINGS)
+app = typer.Typer(cls=_CommandGroup, **SETTINGS)
 app.callback()(start)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -89,8 +89,11 @@ NodeRank = Annotated[int, typer.Option(min=0, help="number of this node")]
 RdzvEndpoint = Annotated[str, typer.Option(help="HOST:PORT of node 0, with several nodes")]
 
 Launcher = Annotated[
-    Literal["auto", "local", "torchrun", "slurm", "ray"],
-    typer.Option(help="what starts the ranks: this command, torchrun, srun or a Ray cluster; auto: by the environment"),
+    str,
+    typer.Option(
+        metavar="auto|local|torchrun|slurm|ray|NAME",
+        help="what starts the ranks: this command, torchrun, srun, Ray or a plug-in; auto: by the environment",
+    ),
 ]
 
 

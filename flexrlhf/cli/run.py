@@ -15,7 +15,7 @@ from flexrlhf.cli.errors import EXIT_CODES, print_error
 from flexrlhf.cli.options import Force, Launcher, Nnodes, NodeRank, RdzvEndpoint, RunOptions, with_run_options
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.working import working
-from flexrlhf.config.plugins import load_plugin
+from flexrlhf.config.plugins import check_plugin, load_plugin
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
@@ -89,14 +89,18 @@ def run(
 
     Starts one process for each device of this node; under torchrun it is one of the ranks.
     """
+    is_elsewhere, is_quickstart = launcher not in Hosts.LAUNCHERS, not runs.paths
+    if is_elsewhere:
+        check_plugin("launchers", launcher, "--launcher", Hosts.LAUNCHERS)
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint).of_launcher(launcher, os.environ)
-    under_ray, is_quickstart = launcher == "ray", not runs.paths
     if preflight and dry_run:
         raise UserError("--preflight and --dry-run exclude each other, since a preflight starts ranks: remove one")
     if accept_changes and resume is None:
         raise UserError("--accept-changes: goes with --resume; a run that begins anew compares nothing, so remove it")
-    if preflight and under_ray:
-        raise UserError("--preflight: not with --launcher ray, which compares its nodes by itself before it starts")
+    if preflight and is_elsewhere:
+        raise UserError(
+            f"--preflight: not with --launcher {launcher}, which compares its nodes by itself before it starts"
+        )
     check_restarts(max_restarts)
     _check_fresh(fresh, is_quickstart, resume)
     replanned = None if replan is None else _replan_settings(replan, launcher, hosts)
@@ -116,7 +120,7 @@ def run(
         return
     if idle := hosts.check_srun(launcher, plans[0].cluster, os.environ):
         print_error(idle)
-    with starting_factory(not under_ray, is_copied=True) as factory:
+    with starting_factory(not is_elsewhere, is_copied=True) as factory:
         from flexrlhf.launch.preparation import prepare_job
 
         if preflight:
@@ -198,7 +202,7 @@ def _check_fresh(fresh: bool, is_quickstart: bool, resume: str | None) -> None:
 
 def _replan_settings(text: str, launcher: str, hosts: Hosts) -> tuple[int, float | None]:
     """Return the steps between two decisions, and the time of a restart, if that is given. Raises UserError."""
-    if hosts.nnodes > 1 or launcher == "ray" or Hosts.under_torchrun():
+    if hosts.nnodes > 1 or launcher not in Hosts.LAUNCHERS or Hosts.under_torchrun():
         raise UserError(
             f"--replan {text}: goes with the ranks of one machine that this command starts; elsewhere `flexrlhf advise "
             f"--from RUN` says whether to stop and --resume under another placement"

@@ -8,26 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import TracebackType
 
-from flexrlhf.config.code_loading import line_of
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest, shown
 
 FORM = "path/to/file.py:name or module:name"
-
-
-class NamedErrors:
-    """Context in which an error of a user's code becomes one sentence with file and line, after the ``name`` of it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, UserError | KeyboardInterrupt):
-            raise UserError(f"{self._name} raised {line_of(error)}") from error
 
 
 def check_function(reference: str, key: str, may_be_async: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Loading of a user's Python code. The standard library alone: processes that call it load nothing else."""
+"""Loading of a user's Python code. Processes that call it load nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
+
+from flexrlhf.errors import UserError
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -130,3 +132,16 @@ def line_of(error: BaseException) -> str:
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     text = " ".join("".join(traceback.format_exception_only(error)[-1:]).split())
     return f"{text:.300}{where}"
+
+
+class NamedErrors:
+    """Context in which an error of a user's code becomes one sentence with file and line, after the ``name`` of it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, UserError | KeyboardInterrupt):
+            raise UserError(f"{self._name} raised {line_of(error)}") from error

@@ -13,7 +13,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Literal
 
-from flexrlhf.config.code_checks import NamedErrors
+from flexrlhf.config.code_loading import NamedErrors
 from flexrlhf.config.plugins import find_plugin, load_plugin, plugins
 from flexrlhf.errors import UserError
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from flexrlhf.config.plugins import named_reference
 from flexrlhf.config.secrets import hidden
 from flexrlhf.config.strict_model import LEAST_SECONDS, StrictModel
 from flexrlhf.config.user_paths import UserPath, user_path
@@ -17,7 +18,7 @@ _SERVER = "openenv:"
 
 def _environment_path(path: str) -> str:
     """Return ``path``, of which the address of a server is no path."""
-    return path if path.startswith(_SERVER) else user_path(path)
+    return path if path.startswith(_SERVER) else named_reference("environments", user_path(path))
 
 
 class EnvironmentSpec(StrictModel):
@@ -30,8 +31,8 @@ class EnvironmentSpec(StrictModel):
 
     path: Annotated[str, AfterValidator(_environment_path)] | None = Field(
         None,
-        description="path/to/file.py:Name or module:Name of a class with reset and step; verifiers:NAME, openenv:URL, "
-        "reasoning-gym:TASK or gymnasium:ID; null: tools alone",
+        description="path/to/file.py:Name or module:Name of a class with reset and step, or a plug-in's name; "
+        "verifiers:NAME, openenv:URL, reasoning-gym:TASK or gymnasium:ID; null: tools alone",
     )
     tools: tuple[UserPath, ...] = Field(
         (), description="functions that the policy may call, path/to/file.py:name or module:name"

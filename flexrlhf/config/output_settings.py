@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SerializeAsAny, field_validator
 
+from flexrlhf.config.plugins import SHIPPED
 from flexrlhf.config.secrets import has_port, secrets_in, without_secrets
-from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.strict_model import StrictModel, plugin_settings
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import shown
 
@@ -54,7 +55,9 @@ class MlflowSpec(StrictModel):
 
 
 LoggerSpec = Annotated[TensorBoardSpec | WandbSpec | MlflowSpec, Field(discriminator="name")]
-LOGGERS = ("tensorboard", "wandb", "mlflow")
+PluginLogger = Annotated[SerializeAsAny[LoggerSpec], plugin_settings("loggers")]
+"""A logger of this package, or another one."""
+LOGGERS = tuple(SHIPPED["loggers"])
 
 
 class GuardsSpec(StrictModel):

@@ -13,7 +13,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from flexrlhf.config.code_checks import NamedErrors
+from flexrlhf.config.code_loading import NamedErrors
 from flexrlhf.errors import UserError, nearest
 
 OURS = "flexrlhf"
@@ -47,6 +47,41 @@ SHIPPED: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "verify": "flexrlhf.verify.command:verify",
             "export": "flexrlhf.cli.export:export",
         },
+        "launchers": {
+            "local": "flexrlhf.launch.local:LocalLauncher",
+            "torchrun": "flexrlhf.launch.torchrun:TorchrunLauncher",
+            "ray": "flexrlhf.launch.ray.driver:RayLauncher",
+        },
+        "loggers": {
+            "tensorboard": "flexrlhf.loggers.tensorboard:TensorBoardLogger",
+            "wandb": "flexrlhf.loggers.wandb:WandbLogger",
+            "mlflow": "flexrlhf.loggers.mlflow:MlflowLogger",
+        },
+        "environments": {
+            "gymnasium": "flexrlhf.environments.packages.gymnasium_text:GymnasiumText",
+            "openenv": "flexrlhf.environments.packages.openenv_client:OpenEnvClient",
+            "reasoning-gym": "flexrlhf.environments.packages.reasoning_tasks:ReasoningTask",
+            "verifiers": "flexrlhf.environments.packages.verifiers_rollout:VerifiersRollout",
+        },
+        "algorithms": {
+            "ppo": "flexrlhf.config.algorithms.ppo:PpoSpec",
+            "ac-share": "flexrlhf.config.algorithms.ppo:AcShareSpec",
+            "grpo": "flexrlhf.config.algorithms.grpo:GrpoSpec",
+            "rloo": "flexrlhf.config.algorithms.grpo:RlooSpec",
+            "gspo": "flexrlhf.config.algorithms.grpo:GspoSpec",
+            "raft": "flexrlhf.config.algorithms.grpo:RaftSpec",
+            "reinforce++": "flexrlhf.config.algorithms.reinforce:ReinforceSpec",
+            "remax": "flexrlhf.config.algorithms.reinforce:RemaxSpec",
+            "safe-rlhf": "flexrlhf.config.algorithms.ppo:SafeRlhfSpec",
+            "dpo": "flexrlhf.config.algorithms.supervised:DpoSpec",
+            "simpo": "flexrlhf.config.algorithms.supervised:SimpoSpec",
+            "orpo": "flexrlhf.config.algorithms.supervised:OrpoSpec",
+            "kto": "flexrlhf.config.algorithms.supervised:KtoSpec",
+            "sft": "flexrlhf.config.algorithms.supervised:SftSpec",
+            "reward": "flexrlhf.config.algorithms.supervised:RewardSpec",
+        },
+        # functions of other packages: the rules that ship are the setting rule
+        "rewards": {},
         # what an option of a command does, where another part does it
         "options": {
             "html": "flexrlhf.report.pages:PlanPage",
@@ -160,13 +195,29 @@ def chosen_plugin(group: str) -> Plugin:
 @cache
 def load_plugin(group: str, name: str) -> Any:
     """Load a plug-in, once in a process. Raises UserError as ``Plugin.load``, and for an unknown name."""
+    return _found(group, name, f"{group.removesuffix('s')}").load()
+
+
+def check_plugin(group: str, name: str, where: str, others: tuple[str, ...] = ()) -> None:
+    """Raise UserError where no plug-in has a name, found at ``where``. ``others``: names that are none."""
+    _found(group, name, where, others)
+
+
+def _found(group: str, name: str, where: str, others: tuple[str, ...] = ()) -> Plugin:
     found = find_plugin(group, name)
     if found is None:
-        known = tuple(plugins(group))
-        raise UserError(
-            f"unknown {group.removesuffix('s')} {name!r}{nearest(name, known)}; known: {', '.join(known) or 'none'}"
-        )
-    return found.load()
+        known = tuple(dict.fromkeys((*others, *plugins(group))))
+        raise UserError(f"{where} {name!r}: unknown{nearest(name, known)}; known: {', '.join(known) or 'none'}")
+    return found
+
+
+def named_reference(group: str, written: str) -> str:
+    """Return ``module:attribute`` of a plug-in that a setting names; other texts as they are.
+
+    Raises UserError as ``plugins``.
+    """
+    found = plugins(group).get(written) if written.replace("-", "_").isidentifier() else None
+    return written if found is None else found.reference
 
 
 def plugin_versions(used: Iterable[Plugin]) -> dict[str, str]:

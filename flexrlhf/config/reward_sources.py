@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from flexrlhf.config.plugins import named_reference
 from flexrlhf.config.secrets import check_header, check_url, without_secrets
 from flexrlhf.config.strict_model import LEAST_SECONDS, StrictModel
 from flexrlhf.config.user_paths import UserPath
@@ -67,7 +69,9 @@ class FunctionSource(_LevelledSource, _CalledSource):
     docs/rewards.md.
     """
 
-    function: UserPath = Field(description="path/to/file.py:name, or module:name")
+    function: Annotated[UserPath, AfterValidator(partial(named_reference, "rewards"))] = Field(
+        description="path/to/file.py:name, module:name, or a plug-in's name"
+    )
     timeout_seconds: float = Field(10.0, ge=LEAST_SECONDS, description="limit of one call; its worker is then ended")
     workers: int = Field(1, ge=1, le=1024, description="worker processes of one rank")
 

@@ -16,7 +16,7 @@ from flexrlhf.config.data_settings import DataSpec, EvalSpec, check_positive
 from flexrlhf.config.engines import all_engines, facts_of
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import Dtype, LoraSpec, ModelSpec, ModelsSpec
-from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, GuardsSpec, LoggerSpec, SamplesSpec, SaveSpec
+from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, GuardsSpec, PluginLogger, SamplesSpec, SaveSpec
 from flexrlhf.config.placement_settings import ClusterSpec, OperatorPlacement, PlacementMap
 from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.ratio_vector import Exact, read_vector, vector_schema
@@ -300,7 +300,7 @@ class Spec(StrictModel):
     checkpoint: CheckpointSpec = CheckpointSpec()
     guards: GuardsSpec = GuardsSpec()
     samples: SamplesSpec = SamplesSpec()
-    loggers: tuple[LoggerSpec, ...] = Field((), description="libraries that receive metrics, samples and timeline")
+    loggers: tuple[PluginLogger, ...] = Field((), description="libraries that receive metrics, samples and timeline")
     debug: DebugSpec = DebugSpec()
     runs: UserPath = Field("runs", description="directory of all runs' results")
     timeout_seconds: float = Field(1800.0, ge=1, description="no rank waits longer than this for another")

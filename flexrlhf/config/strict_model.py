@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, get_args
@@ -14,11 +14,13 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     ValidationError,
+    WrapValidator,
     create_model,
     model_validator,
 )
 from pydantic_core import CoreSchema, InitErrorDetails
 
+from flexrlhf.config.plugins import SHIPPED, find_plugin, load_plugin
 from flexrlhf.errors import nearest
 
 LEAST_SECONDS = 0.01
@@ -125,3 +127,17 @@ def mappings(annotation: Any) -> Iterator[type[BaseModel]]:
         yield annotation
     for argument in get_args(annotation):
         yield from mappings(argument)
+
+
+def plugin_settings(group: str) -> Any:
+    """Return the validator of a mapping whose ``name`` may be that of another package's plug-in, which has a class of
+    settings: itself, or its attribute ``settings``."""
+
+    def validate(written: Any, others: Callable[[Any], Any]) -> Any:
+        name = written.get("name") if isinstance(written, dict) else None
+        if not isinstance(name, str) or name in SHIPPED[group] or find_plugin(group, name) is None:
+            return others(written)
+        loaded = load_plugin(group, name)
+        return getattr(loaded, "settings", loaded).model_validate(written)
+
+    return WrapValidator(validate)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from flexrlhf.config.code_loading import load_function
+from flexrlhf.config.plugins import SHIPPED, load_plugin
 from flexrlhf.config.proxies import proxy_of
 from flexrlhf.config.secrets import expanded_setting, expanded_url, has_port
 from flexrlhf.errors import UserError
@@ -17,31 +18,27 @@ from flexrlhf.errors import UserError
 if TYPE_CHECKING:
     from flexrlhf.config.environment_settings import EnvironmentSpec
 
-PACKAGES = {
-    "gymnasium": ("gymnasium", "gymnasium_text", "GymnasiumText"),
-    "openenv": ("openenv", "openenv_client", "OpenEnvClient"),
-    "reasoning-gym": ("reasoning_gym", "reasoning_tasks", "ReasoningTask"),
-    "verifiers": ("verifiers.v1", "verifiers_rollout", "VerifiersRollout"),
-}
-"""Prefix of a path → the package's module, ours of ``packages`` and its class, which receives the rest of the path."""
-
-EXTRAS = {"reasoning-gym": "reasoning"}
-"""Extras whose names are not the prefixes."""
-
 
 def package_of(path: str) -> tuple[str, str] | None:
     """Return prefix and name of a package's environment; None for a class of the user's."""
     prefix, _, name = path.partition(":")
-    return (prefix, name) if prefix in PACKAGES else None
+    return (prefix, name) if prefix in SHIPPED["environments"] else None
+
+
+def is_installed(prefix: str) -> bool:
+    """Return whether the library of a package's environment is installed. Raises UserError as ``load_plugin``."""
+    library: str = load_plugin("environments", prefix).library
+    return find_spec(library.partition(".")[0]) is not None
 
 
 def check_package(path: str | None) -> None:
     """Raise UserError for an environment of a package that is not installed."""
     found = None if path is None else package_of(path)
-    if found is not None and find_spec(module := PACKAGES[found[0]][0].partition(".")[0]) is None:
+    if found is not None and not is_installed(found[0]):
+        kind = load_plugin("environments", found[0])
         raise UserError(
-            f"environment.path: {path} needs the package {module}, which is not installed; "
-            f"pip install 'flexrlhf[{EXTRAS.get(found[0], found[0])}]'"
+            f"environment.path: {path} needs the package {kind.library.partition('.')[0]}, which is not installed; "
+            f"pip install 'flexrlhf[{kind.extra}]'"
         )
 
 
@@ -65,10 +62,9 @@ def load_environment(path: str) -> tuple[type, Callable[..., Any]]:
     """
     if found := package_of(path):
         prefix, name = found[0], expanded_url(found[1], "environment.path")
-        package, module, kind_name = PACKAGES[prefix]
+        kind = load_plugin("environments", prefix)
         # now, as loading may take longer than a turn
-        importlib.import_module(package)
-        kind = getattr(importlib.import_module(f"flexrlhf.environments.packages.{module}"), kind_name)
+        importlib.import_module(kind.library)
         return kind, partial(kind, name)
     kind = load_function(path)
     if not isinstance(kind, type) or not callable(getattr(kind, "reset", None)):

@@ -10,7 +10,6 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from flexrlhf.config.code_loading import load_function
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.chat import Tool
 from flexrlhf.environments.class_checks import class_facts
-from flexrlhf.environments.sources import PACKAGES, package_of
+from flexrlhf.environments.sources import is_installed, package_of
 from flexrlhf.environments.tool_runs import has_steps, tool_names
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.user_code.call_failures import Caught
@@ -60,7 +59,7 @@ def _places(settings: EnvironmentSpec) -> dict[str, str]:
     """Return the functions and classes with tools, by setting."""
     places = {f"environment.tools.{number}": reference for number, reference in enumerate(settings.tools)}
     # a package's tools are its own
-    if settings.path is not None and settings.path.partition(":")[0] not in PACKAGES:
+    if settings.path is not None and package_of(settings.path) is None:
         places["environment.path"] = settings.path
     return places
 
@@ -75,7 +74,7 @@ def check_class(settings: EnvironmentSpec, columns: Collection[str] | None = Non
     package = package_of(settings.path)
     if package is None:
         check_function(settings.path, "environment.path", may_be_async=True)
-    elif find_spec(PACKAGES[package[0]][0].partition(".")[0]) is None:
+    elif not is_installed(package[0]):
         return
     facts = _in_process(_CLASS, settings.path, json.dumps(settings.options, default=str))
     if "problem" in facts:

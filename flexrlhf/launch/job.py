@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from flexrlhf.errors import Interrupted, Preempted
+from flexrlhf.errors import Interrupted, Preempted, RankFailure, one_line
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.terms import Terms, terms_of
 from flexrlhf.placement.hosts import Hosts
@@ -21,7 +21,12 @@ Watch = Callable[[Path], AbstractContextManager[object]]
 
 
 class Launcher(Protocol):
-    """Way to start the ranks of a job. What a rank does is the same under all of them."""
+    """Way to start the ranks of a job. What a rank does is the same under all of them.
+
+    failures:  exceptions of its library by which a start may fail; each ends the command with a sentence
+    """
+
+    failures: tuple[type[Exception], ...]
 
     def device(self, plan: Plan, hosts: Hosts) -> str:
         """Return ``cpu`` or ``cuda`` for all ranks of a job with ``plan``. Raises UserError if they cannot start."""
@@ -80,7 +85,12 @@ class Job:
         if not self.runs:
             return
         assert self.launcher is not None, "a job with runs has a launcher"
-        if self.launcher(self, max_restarts, factory):
+        try:
+            is_stopped = self.launcher(self, max_restarts, factory)
+        except self.launcher.failures as error:
+            name = type(self.launcher).__name__
+            raise RankFailure(f"{name} has failed: {one_line(str(error)) or type(error).__name__}") from error
+        if is_stopped:
             raise Preempted(stopped_sentence(self.plans))
 
     @contextmanager

@@ -16,6 +16,8 @@ from flexrlhf.plan.plan import Plan
 class LocalLauncher:
     """Start of the ranks of this node by torch's elastic agent, with several nodes once all agree."""
 
+    failures: tuple[type[Exception], ...] = ()
+
     def device(self, plan: Plan, hosts: Hosts) -> str:
         """Return the device of the ranks, by the devices of this machine."""
         ranks = hosts.local_ranks(plan.cluster)

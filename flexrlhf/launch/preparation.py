@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from flexrlhf.config.plugins import load_plugin
 from flexrlhf.errors import UserError
-from flexrlhf.launch.job import Job
-from flexrlhf.launch.launchers import find_launcher
+from flexrlhf.launch.job import Job, Launcher
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
@@ -70,8 +70,9 @@ def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = 
 
     quiet_torch()
     plans = [run.plan for run in runs]
-    found = find_launcher(launcher)
-    device = found.device(plans[0], hosts)
+    name = ("torchrun" if Hosts.under_torchrun() else "local") if launcher in Hosts.LAUNCHERS else launcher
+    starter: Launcher = load_plugin("launchers", name)()
+    device = starter.device(plans[0], hosts)
     for plan in plans:
         check_device(plan.placement, plan.shapes, device)
     if hosts.is_first or not Hosts.under_torchrun():
@@ -84,4 +85,4 @@ def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = 
         check_free_space(runs)
         for plan in plans:
             check_loggers(plan.spec)
-    return Job(tuple(runs), hosts, device, found)
+    return Job(tuple(runs), hosts, device, starter)

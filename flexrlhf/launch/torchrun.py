@@ -23,6 +23,8 @@ from flexrlhf.plan.plan import Plan
 class TorchrunLauncher:
     """Rank of a job, which this process is."""
 
+    failures: tuple[type[Exception], ...] = ()
+
     def device(self, plan: Plan, hosts: Hosts) -> str:
         """Return the device of the ranks, by the devices of this machine."""
         num_local, ranks = num_torchrun_ranks(plan.placement.num_ranks), (int(os.environ["RANK"]),)

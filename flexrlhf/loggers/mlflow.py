@@ -17,36 +17,11 @@ from flexrlhf.config.secrets import expanded_url, has_port, without_secrets
 from flexrlhf.errors import UserError
 from flexrlhf.runs.logger import LoggedRun, Row, Sample, numbers, sample_table
 
-HINT = "correct tracking_uri, or start its server"
 PORTS = {"http": 80, "https": 443}
 CONNECT_SECONDS = 10.0
 LONGEST_PARAMETER = 500
 MOST_PARAMETERS = 100
 """Of one request, as MLflow limits them."""
-
-
-def errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions by which calls of the library may fail."""
-    from mlflow.exceptions import MlflowException
-
-    return (MlflowException, OSError)
-
-
-def check(spec: MlflowSpec) -> None:
-    """Raise UserError for a server at which nothing listens, unless a proxy hides it."""
-    uri = _uri(spec) or ""
-    if not uri.startswith(("http://", "https://")):
-        return
-    parts, problem = urlsplit(uri), "it is no address"
-    if has_port(uri) and parts.hostname:
-        if proxy_of(uri) is not None:
-            return
-        try:
-            socket.create_connection((parts.hostname, parts.port or PORTS[parts.scheme]), CONNECT_SECONDS).close()
-            return
-        except OSError as error:
-            problem = error.strerror or str(error)
-    raise UserError(f"loggers: mlflow cannot begin ({without_secrets(uri)}: {problem}); {HINT}")
 
 
 def _uri(spec: MlflowSpec) -> str | None:
@@ -58,6 +33,32 @@ def _uri(spec: MlflowSpec) -> str | None:
 class MlflowLogger:
     """Run of MLflow."""
 
+    modules, hint = ("mlflow", "sqlalchemy", "alembic"), "correct tracking_uri, or start its server"
+
+    @staticmethod
+    def errors() -> tuple[type[Exception], ...]:
+        """Return the exceptions by which calls of the library may fail."""
+        from mlflow.exceptions import MlflowException
+
+        return (MlflowException, OSError)
+
+    @staticmethod
+    def check(spec: MlflowSpec) -> None:
+        """Raise UserError for a server at which nothing listens, unless a proxy hides it."""
+        uri = _uri(spec) or ""
+        if not uri.startswith(("http://", "https://")):
+            return
+        parts, problem = urlsplit(uri), "it is no address"
+        if has_port(uri) and parts.hostname:
+            if proxy_of(uri) is not None:
+                return
+            try:
+                socket.create_connection((parts.hostname, parts.port or PORTS[parts.scheme]), CONNECT_SECONDS).close()
+                return
+            except OSError as error:
+                problem = error.strerror or str(error)
+        raise UserError(f"loggers: mlflow cannot begin ({without_secrets(uri)}: {problem}); {MlflowLogger.hint}")
+
     def __init__(self, spec: MlflowSpec, run: LoggedRun) -> None:
         """Begin a run, or go on in the one with the identifier of ``run``."""
         from mlflow import MlflowClient
@@ -66,7 +67,6 @@ class MlflowLogger:
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
 
-        self.errors = errors()
         uri = _uri(spec)
         local = Path(run.spec.runs).resolve()
         self._client: Any = MlflowClient(uri or f"sqlite:///{local / 'mlflow.db'}")

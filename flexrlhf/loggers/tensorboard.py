@@ -10,26 +10,26 @@ from flexrlhf.config.output_settings import TensorBoardSpec
 from flexrlhf.runs.logger import LoggedRun, Row, Sample, numbers, sample_table
 
 FOLDER = "tensorboard"
-HINT = "make its directory writable"
-
-
-def errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions by which calls of the library may fail."""
-    return (OSError,)
-
-
-def check(_: TensorBoardSpec) -> None:
-    """Do nothing: files in the run's directory need nothing else."""
 
 
 class TensorBoardLogger:
     """Writer of event files in the run's directory."""
 
+    modules, hint = ("tensorboard",), "make its directory writable"
+
+    @staticmethod
+    def errors() -> tuple[type[Exception], ...]:
+        """Return the exceptions by which calls of the library may fail."""
+        return (OSError,)
+
+    @staticmethod
+    def check(_: TensorBoardSpec) -> None:
+        """Do nothing: files in the run's directory need nothing else."""
+
     def __init__(self, _: TensorBoardSpec, run: LoggedRun) -> None:
         """Start a file next to those that the run has."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self.errors = errors()
         self.identifier: str | None = None
         self._writer: Any = SummaryWriter(str(run.directory / FOLDER))
         if run.identifier is None:

@@ -12,42 +12,41 @@ from flexrlhf.config.secrets import without_secrets
 from flexrlhf.errors import UserError
 from flexrlhf.runs.logger import LoggedRun, Row, Sample, numbers, sample_table
 
-HINT = "set WANDB_API_KEY, or mode: offline"
-
-
-def errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions by which calls of the library may fail."""
-    import wandb
-
-    return (wandb.Error, OSError)
-
-
-def check(spec: WandbSpec) -> None:
-    """Raise UserError without the key of an account, which is not verified here."""
-    if spec.mode == "offline":
-        return
-    import wandb
-    from wandb.sdk import wandb_setup
-    from wandb.sdk.lib.wbauth import authenticate_session
-
-    host = wandb_setup.singleton().settings.base_url
-    try:
-        found = authenticate_session(host=host, source="flexrlhf", prompt=False, update_session=False)
-        reason = "" if found else f"there is no key of an account at {host}"
-    except wandb.Error as error:
-        reason = str(error)
-    if reason:
-        raise UserError(f"loggers: wandb cannot begin ({without_secrets(reason)}); {HINT}")
-
 
 class WandbLogger:
     """Run of Weights & Biases, whose step is the training step."""
+
+    modules, hint = ("wandb",), "set WANDB_API_KEY, or mode: offline"
+
+    @staticmethod
+    def errors() -> tuple[type[Exception], ...]:
+        """Return the exceptions by which calls of the library may fail."""
+        import wandb
+
+        return (wandb.Error, OSError)
+
+    @staticmethod
+    def check(spec: WandbSpec) -> None:
+        """Raise UserError without the key of an account, which is not verified here."""
+        if spec.mode == "offline":
+            return
+        import wandb
+        from wandb.sdk import wandb_setup
+        from wandb.sdk.lib.wbauth import authenticate_session
+
+        host = wandb_setup.singleton().settings.base_url
+        try:
+            found = authenticate_session(host=host, source="flexrlhf", prompt=False, update_session=False)
+            reason = "" if found else f"there is no key of an account at {host}"
+        except wandb.Error as error:
+            reason = str(error)
+        if reason:
+            raise UserError(f"loggers: wandb cannot begin ({without_secrets(reason)}); {WandbLogger.hint}")
 
     def __init__(self, spec: WandbSpec, run: LoggedRun) -> None:
         """Begin a run, or go on in the one with the identifier of ``run``."""
         import wandb
 
-        self.errors = errors()
         self.identifier: str | None = run.identifier or uuid4().hex[:8]
         self._wandb, self._name = wandb, run.spec.name
         self._run: Any = wandb.init(

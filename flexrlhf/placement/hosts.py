@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv6Address
 from pathlib import Path
+from typing import ClassVar
 
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import Spec
@@ -34,6 +35,9 @@ class Hosts:
     node_rank:      number of this node, from 0
     rdzv_endpoint:  HOST:PORT of node 0, where several nodes meet
     """
+
+    LAUNCHERS: ClassVar = ("auto", "local", "torchrun", "slurm")
+    """Launchers that start the ranks of this machine, or one of them; others start them wherever they are."""
 
     nnodes: int = 1
     node_rank: int = 0
@@ -123,12 +127,15 @@ class Hosts:
         """
         if launcher == "torchrun" and not Hosts.under_torchrun():
             raise UserError("--launcher torchrun: RANK and WORLD_SIZE are not in the environment; start with torchrun")
-        if launcher in ("local", "ray") and Hosts.under_torchrun():
+        is_elsewhere = launcher not in Hosts.LAUNCHERS
+        if (launcher == "local" or is_elsewhere) and Hosts.under_torchrun():
             raise UserError(
                 f"--launcher {launcher}: another launcher started this process as a rank; unset RANK, WORLD_SIZE"
             )
-        if launcher == "ray" and self != Hosts():
-            raise UserError("--nnodes: with --launcher ray the nodes are those of cluster.nodes; start one command")
+        if is_elsewhere and self != Hosts():
+            raise UserError(
+                f"--nnodes: with --launcher {launcher} the nodes are those of cluster.nodes; start one command"
+            )
         is_alone = launcher == "auto" and self.nnodes == 1 and not Hosts.under_torchrun()
         counts = [environment.get(f"SLURM_STEP_NUM_{name}", "1") for name in ("NODES", "TASKS")]
         is_step = SLURM_STEP in environment and counts != ["1", "1"]

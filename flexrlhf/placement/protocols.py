@@ -18,8 +18,7 @@ from itertools import chain
 from operator import index
 from typing import Any
 
-from flexrlhf.config.code_checks import NamedErrors
-from flexrlhf.config.code_loading import changed_ns, load_function
+from flexrlhf.config.code_loading import NamedErrors, changed_ns, load_function
 from flexrlhf.errors import UserError, one_line, shown
 from flexrlhf.text import ranks_text, span_of
 from flexrlhf.user_code.planning_calls import run_apart, serve_call

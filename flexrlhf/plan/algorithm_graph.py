@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import get_args
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec
-from flexrlhf.config.code_checks import NamedErrors, check_function
-from flexrlhf.config.code_loading import load_module
+from flexrlhf.config.code_checks import check_function
+from flexrlhf.config.code_loading import NamedErrors, load_module
 from flexrlhf.config.model_settings import FURTHER_MODELS, Head, ModelsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, nearest

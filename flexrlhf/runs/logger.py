@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from flexrlhf.config.plugins import load_plugin
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 
@@ -17,13 +17,6 @@ Row = Mapping[str, Any]
 Sample = Mapping[str, Any]
 """Line of samples.jsonl."""
 SAMPLE_COLUMNS = ("step", "rows", "row", "prompt", "response", "length", "finished", "score", "cost")
-
-MODULES = {
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-}
-"""Modules that a logger imports; the extra has its name."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +36,30 @@ class LoggedRun:
 
 
 class RunLogger(Protocol):
-    """Logger of one run. All methods are called by one thread.
+    """Logger of one run. All methods of an object are called by one thread.
 
-    errors:      exceptions of its library by which a call may fail.
+    modules:     that it imports; an extra of its name installs them.
+    hint:        remedy for a start that fails.
     identifier:  of the run in it, with which another process goes on.
+
+    One of another package has its settings, too: a ``StrictModel`` with a ``name``, as the class attribute
+    ``settings``.
     """
 
-    errors: tuple[type[Exception], ...]
+    modules: ClassVar[tuple[str, ...]]
+    hint: ClassVar[str]
     identifier: str | None
+
+    def __init__(self, settings: Any, run: LoggedRun) -> None:
+        """Begin a run, or go on in the one with the identifier of ``run``."""
+
+    @staticmethod
+    def errors() -> tuple[type[Exception], ...]:
+        """Return the exceptions by which calls of the library may fail."""
+
+    @staticmethod
+    def check(settings: Any) -> None:
+        """Raise UserError if it could not begin on this machine."""
 
     def log_row(self, row: Row) -> None:
         """Log a row of metrics under its step."""
@@ -76,10 +85,11 @@ def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]
 def check_loggers(spec: Spec) -> None:
     """Raise UserError for a logger whose library is not installed, or that could not begin on this machine."""
     for logger in spec.loggers:
-        for module in MODULES[logger.name]:
+        kind: type[RunLogger] = load_plugin("loggers", logger.name)
+        for module in kind.modules:
             if find_spec(module) is None:
                 raise UserError(
                     f"loggers: {logger.name} needs the package {module}, which is not installed; "
                     f"pip install 'flexrlhf[{logger.name}]'"
                 )
-        import_module(f"flexrlhf.loggers.{logger.name}").check(logger)
+        kind.check(logger)

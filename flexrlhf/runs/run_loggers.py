@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from flexrlhf.config.output_settings import LoggerSpec
+from flexrlhf.config.plugins import load_plugin
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec
@@ -22,8 +22,6 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.runs.logger import LoggedRun, Row, RunLogger, Sample, check_loggers
 
-CLASSES = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MlflowLogger"}
-"""Class of each logger, in the file of its name."""
 FILES = ("config.yaml", "plan.txt", "metrics.jsonl", "samples.jsonl", "timeline.json")
 """Files of a run that become artifacts."""
 FILE = "loggers.json"
@@ -66,7 +64,7 @@ class _Attached:
             self._logger.log_row(row)
             if samples:
                 self._logger.log_samples(step, samples)
-        except self._logger.errors as error:
+        except self._logger.errors() as error:
             self._warn(error, f"its rows from step {step} on are in metrics.jsonl alone, until the run is resumed")
         else:
             self._next_step = step + 1
@@ -75,7 +73,7 @@ class _Attached:
         """Log the files of the run and end."""
         try:
             self._logger.finish(files, is_whole)
-        except self._logger.errors as error:
+        except self._logger.errors() as error:
             if not self._has_failed:
                 self._warn(error, "the files of the run are not logged")
 
@@ -139,11 +137,11 @@ def open_loggers(spec: Spec, directory: Path) -> RunLoggers:
 def _open(logger: LoggerSpec, spec: Spec, directory: Path, state: LoggerState | None) -> _Attached:
     settings: Mapping[str, Any] = without_secrets(read_yaml(dump_spec(spec)))
     run = LoggedRun(spec, settings, directory, None if state is None else state.identifier)
-    module = import_module(f"flexrlhf.loggers.{logger.name}")
+    kind: type[RunLogger] = load_plugin("loggers", logger.name)
     try:
-        opened: RunLogger = getattr(module, CLASSES[logger.name])(logger, run)
-    except module.errors() as error:
-        raise UserError(f"loggers: {logger.name} cannot begin ({_problem(error)}); {module.HINT}") from None
+        opened = kind(logger, run)
+    except kind.errors() as error:
+        raise UserError(f"loggers: {logger.name} cannot begin ({_problem(error)}); {kind.hint}") from None
     return _Attached(logger.name, spec.name, opened, 0 if state is None else state.next_step)
 
 

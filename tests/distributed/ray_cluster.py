@@ -41,7 +41,7 @@ class RayCluster:
 
     def ranks(self) -> dict[int, tuple[int, int]]:
         """Processes of each rank and its node's actor, only those started by this cluster."""
-        launchers = [pid for pid in descendants(self.process.pid) if "-m flexrlhf.launch.ray_node" in name_of(pid)]
+        launchers = [pid for pid in descendants(self.process.pid) if "-m flexrlhf.launch.ray.node" in name_of(pid)]
         return {
             int(comm_of(rank).removeprefix("rank ")): (rank, parent_of(launcher))
             for launcher in launchers

@@ -189,7 +189,7 @@ def test_a_job_is_submitted(assets: Assets, tmp_path: Path, monkeypatch: pytest.
 STRANGER = "import sys, ray; ray.init(address=sys.argv[1], logging_level='critical')"
 OWN_CLUSTER = """
 import os, subprocess, sys
-from flexrlhf.launch.ray_cluster import connected
+from flexrlhf.launch.ray.cluster import connected
 with connected():
     import ray
     address = ray.get_runtime_context().gcs_address

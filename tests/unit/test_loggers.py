@@ -16,8 +16,8 @@ from small_runs import PPO
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.errors import UserError
-from flexrlhf.loggers import base as packages
 from flexrlhf.loggers import tensorboard as tensorboard_logger
+from flexrlhf.runs import logger as packages
 from flexrlhf.runs.logger import Row
 from flexrlhf.runs.run_loggers import open_loggers, read_states
 
@@ -94,7 +94,7 @@ def test_a_logger_that_fails_is_named_once_and_the_run_goes_on(
 ) -> None:
     pytest.importorskip("tensorboard")
     spec = spec_with(tmp_path, "tensorboard")
-    monkeypatch.setattr(tensorboard_logger, "TensorBoardLogger", Failing)
+    monkeypatch.setattr("flexrlhf.runs.run_loggers.load_plugin", lambda *_: Failing)
     run_steps(spec, [0, 1, 2, 3])
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("flexrlhf:")]
     assert "logger tensorboard: No space left on device; its rows from step 1 on" in line

@@ -18,12 +18,15 @@ HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
 PAGE = {"plotly", "jinja2"}
 """Libraries that pages of runs and plans are made with."""
 PACKAGE = Path(flexrlhf.__file__).parent
-TORCH = ("comm", "engines", "launch", "measure", "objectives", "runs", "trainer", "verify")
-"""Folders whose modules may load torch, but for ``PURE``."""
+TORCH = (
+    *("comm", "engines", "launch", "measure", "objectives", "runs", "trainer", "verify"),
+    "guideline/advice/replanning.py",
+)
+"""Folders and files whose modules may load torch, but for ``PURE``."""
 ARRAYS = ("guideline/advice", "guideline/search", "report")
 """Folders whose modules may load numpy."""
 PURE = (
-    *("runs/run_directory", "runs/resume", "launch/job", "launch/launchers"),
+    *("runs/run_directory", "runs/resume", "launch/job"),
     *("launch/preparation", "launch/execution_engine"),
     *("report/side_by_side", "runs/run_contents"),
 )

@@ -13,7 +13,7 @@ from small_runs import plan_of
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.errors import UserError
 from flexrlhf.launch.job import Job
-from flexrlhf.launch.ray_cluster import (
+from flexrlhf.launch.ray.cluster import (
     check_address,
     check_capacity,
     class_resources,
@@ -23,8 +23,8 @@ from flexrlhf.launch.ray_cluster import (
     resources_text,
     total_of,
 )
-from flexrlhf.launch.ray_driver import PlannedNode, RayLauncher, end_of_job, passed_on, reason
-from flexrlhf.launch.ray_node import NodeEnd, RayNode
+from flexrlhf.launch.ray.driver import PlannedNode, RayLauncher, end_of_job, passed_on, reason
+from flexrlhf.launch.ray.node import NodeEnd, RayNode
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.runs.resume import Resumption
@@ -102,7 +102,7 @@ def test_options_of_other_launchers_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr("flexrlhf.launch.ray_cluster.find_spec", lambda _: None)
+    monkeypatch.setattr("flexrlhf.launch.ray.cluster.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"needs the package ray, .*; pip install 'flexrlhf\[ray\]'$"):
         require_ray()
 
@@ -122,9 +122,9 @@ def test_the_line_of_an_error_of_ray_that_says_most() -> None:
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayNode:
     """Node whose launcher is a program: it writes its arguments, and waits for its end."""
-    package = tmp_path / "flexrlhf" / "launch"
+    package = tmp_path / "flexrlhf" / "launch" / "ray"
     package.mkdir(parents=True)
-    for folder in (package.parent, package):
+    for folder in (package.parent.parent, package.parent, package):
         (folder / "__init__.py").touch()
     program = (
         "import json, os, signal, sys, time\n"
@@ -137,7 +137,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayNode:
         "print((files / 'orders.json').read_text(), *sys.argv[2:], os.environ['FLEXRLHF_LAUNCHER'], flush=True)\n"
         "time.sleep(60)\n"
     )
-    (package / "ray_node.py").write_text(program)
+    (package / "node.py").write_text(program)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     actor = RayNode()

@@ -23,7 +23,7 @@ from flexrlhf.report.bytes_picture import between_nodes, edge_bytes
 from flexrlhf.report.curves import MOST_OWN, MOST_POINTS, curves_of, further_curves, left_out, main_curves
 from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.memory_picture import memory_pictures, peak_parts
-from flexrlhf.report.pages import write_plan_page, write_report
+from flexrlhf.report.pages import PlanPage, write_report
 from flexrlhf.report.placement_picture import columns_of, placement_picture
 from flexrlhf.report.reported_run import Prediction, plan_of_run, predict_run
 from flexrlhf.report.rows_picture import rows_picture, staleness_picture
@@ -581,7 +581,7 @@ def test_runs_of_the_same_name_have_those_of_their_directories(tmp_path: Path) -
 
 
 def test_a_plan_has_a_page(tmp_path: Path) -> None:
-    page = write_plan_page([fast_plan(HALVES, "schedule.lag=1")], tmp_path / "plan.html")
+    page = PlanPage(tmp_path / "plan.html").write([fast_plan(HALVES, "schedule.lag=1")])
     text = page.path.read_text()
     assert page.notes == ()
     for key in ("placement-0", "timeline-0", "timeline-0-shares", "bytes-0", "memory-0-peak", "memory-0-phases"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, get_args
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec
 from flexrlhf.config.algorithms.grpo import GrpoSpec, GspoSpec, RaftSpec, RlooSpec
@@ -12,10 +12,13 @@ from flexrlhf.config.algorithms.ppo import AcShareSpec, PpoSpec, SafeRlhfSpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec, RemaxSpec
 from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, RewardSpec, SftSpec, SimpoSpec
 from flexrlhf.config.presets.filling import PEERS
+from flexrlhf.config.strict_model import plugin_settings
 
 Sampling = PpoSpec | AcShareSpec | GrpoSpec | RlooSpec | GspoSpec | RaftSpec | ReinforceSpec | RemaxSpec | SafeRlhfSpec
 AnyAlgorithm = Sampling | DpoSpec | SimpoSpec | OrpoSpec | KtoSpec | SftSpec | RewardSpec
-Algorithm = Annotated[AnyAlgorithm, Field(discriminator="name")]
+Algorithm = Annotated[
+    SerializeAsAny[Annotated[AnyAlgorithm, Field(discriminator="name")]], plugin_settings("algorithms")
+]
 ALGORITHMS: tuple[str, ...] = tuple(kind.model_fields["name"].default for kind in get_args(AnyAlgorithm))
 _CLASSES: dict[str, type[AlgorithmSpec]] = dict(zip(ALGORITHMS, get_args(AnyAlgorithm), strict=True))
 

@@ -26,6 +26,8 @@ class GymnasiumText:
     options:   arguments of ``gymnasium.make``
     """
 
+    library, extra = "gymnasium", "gymnasium"
+
     def __init__(self, name: str, action: str = ACTION, **options: Any) -> None:
         import gymnasium
 

@@ -18,6 +18,8 @@ class OpenEnvClient:
     options:  arguments of the environment's reset, in addition to seed
     """
 
+    library, extra = "openenv", "openenv"
+
     def __init__(self, url: str, action: str | None = "message", message: str | None = None, **options: Any) -> None:
         from openenv import GenericEnvClient
 

@@ -20,6 +20,8 @@ class ReasoningTask:
     options:   settings of the task, for a question that is generated from the episode's seed
     """
 
+    library, extra = "reasoning_gym", "reasoning"
+
     def __init__(self, name: str, attempts: int = 1, **options: Any) -> None:
         self._name, self._attempts, self._options = name, attempts, options
         self._best = 0.0

@@ -37,6 +37,8 @@ class VerifiersRollout:
     options:      settings of the task set
     """
 
+    library, extra = "verifiers.v1", "verifiers"
+
     def __init__(
         self, name: str, tool_format: str = "hermes", environment: Mapping[str, Any] | None = None, **options: Any
     ) -> None:

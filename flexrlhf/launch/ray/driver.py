@@ -18,8 +18,8 @@ from flexrlhf.errors import Interrupted, RankFailure, UserError
 from flexrlhf.launch.failures import FailureReporter
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.launch.ray_cluster import Bundle, connected, ray_device, require_ray, reserved
-from flexrlhf.launch.ray_node import NodeEnd, NodeReport, RayNode
+from flexrlhf.launch.ray.cluster import Bundle, connected, ray_device, require_ray, reserved
+from flexrlhf.launch.ray.node import NodeEnd, NodeReport, RayNode
 from flexrlhf.launch.rendezvous import LOOPBACK
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.start import STOPPED, end_between_attempts
@@ -93,6 +93,8 @@ class RayLauncher:
 
     Devices are reserved anew for each attempt, since a node may be lost with the ranks.
     """
+
+    failures: tuple[type[Exception], ...] = ()
 
     def device(self, plan: Plan, hosts: Hosts) -> str:
         """Return the device of the ranks, by the devices of the Ray cluster."""

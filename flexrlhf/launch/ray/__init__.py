@@ -1,0 +1,1 @@
+"""Launcher of ranks in a Ray cluster."""
