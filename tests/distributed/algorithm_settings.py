@@ -125,7 +125,7 @@ COMPLETIONS: dict[str, Raw] = {
     "counted": _of("ppo", _scored(COUNTED), whiten="mini_batch"),
     "unknown": _of("ppo", _scored({"model": "reward"}, {**EXACT, "weight": 0.5}), prompts_per_step=7),
     "frozen": _of("ppo", {"steps": 4, "models": SCHEDULED}, freeze_actor_steps=2),
-    "in thirds": _of("ppo", prompts_per_step=9, num_mini_batches=3),
+    "thirds": _of("ppo", prompts_per_step=9, num_mini_batches=3),
     # the likelihood of pretraining data is at temperature 1
     "ptx": _of("ppo", ptx={**PRETRAINING, "coefficient": 0.5}, epochs=2, temperature=0.8),
     "ptx-adapters": _of("ppo", {"models": SHARED_REF}, ptx={**PRETRAINING, "coefficient": 0.5}, prompts_per_step=7),

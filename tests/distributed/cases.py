@@ -807,7 +807,7 @@ DEFAULT = [
     Case("sft-chats", "all", 2),
     Case("dpo-chats", "halves", 2),
     Case("retokenized-second", "co-located", 2, "deepspeed-3", "torch-tp"),
-    Case("in thirds", "co-located", 2, "tp-3", "torch"),
+    Case("thirds", "co-located", 2, "tp-3", "torch"),
     Case("scarce", "halves", 2, "torch-3", "torch-narrow"),
     Case("tokens-mixed", "halves", 2, "unpacked"),
     Case("epochs", "halves", 2, "recomputed"),
