@@ -23,7 +23,6 @@ MESSAGE_BYTES = {"gloo": 2**24, "nccl": 2**27}
 """Bytes of a message whose time is the link's, by back end."""
 NUM_MESSAGES = 4
 """Messages in a direction, after a first one that is not timed."""
-Pair = tuple[int, int]
 
 
 class Network:
@@ -158,7 +157,7 @@ def _open_files() -> int:
     return len(list(Path(f"/proc/{os.getpid()}/fd").iterdir()))
 
 
-def rounds_of_pairs(number: int) -> list[list[Pair]]:
+def rounds_of_pairs(number: int) -> list[list[tuple[int, int]]]:
     """Return rounds in which each of ``number`` members meets every other once, each at most once a round.
 
     The circle method of tournaments: one member stays in place, the others turn.
@@ -175,6 +174,6 @@ def rounds_of_pairs(number: int) -> list[list[Pair]]:
     return [pairs for pairs in rounds if pairs]
 
 
-def partner_of(member: int, pairs: list[Pair]) -> int | None:
+def partner_of(member: int, pairs: list[tuple[int, int]]) -> int | None:
     """Return the partner of ``member`` in a round; None without one."""
     return next((a if b == member else b for a, b in pairs if member in (a, b)), None)

@@ -20,7 +20,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.step_times import StepTime, last_steps, settled_steps, step_times
 from flexrlhf.report.timeline_picture import MOST_SPANS, MOST_STEPS, Lane, ShownTimeline, lanes_of
-from flexrlhf.runs.file_reader import Row
+from flexrlhf.runs.file_reader import LineFields
 from flexrlhf.runs.run_contents import RunContents
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.calls import CalledStep
@@ -174,7 +174,7 @@ def _as_called(plan: Plan, contents: RunContents) -> Plan:
     return replace(plan, schedule=plan.schedule.as_called(called, lines[-1]["step"]))
 
 
-def _check_call(plan: Plan, call: Row) -> None:
+def _check_call(plan: Plan, call: LineFields) -> None:
     """Raise UserError for a call on mini-batches or prompts that the plan does not have."""
     shape, (start, stop) = plan.batch, call["mini_batches"]
     if not 0 <= start < stop <= len(shape.mini_batches):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.runs.file_reader import Row
+from flexrlhf.runs.file_reader import LineFields
 from flexrlhf.runs.run_contents import RunContents
 
 MOST_STEPS, MOST_PROMPTS, MOST_ROWS = 12, 12, 8
@@ -62,12 +62,12 @@ def sample_groups(contents: RunContents) -> list[SampleGroup]:
     return [*_by_prompt(evaluations), *_by_step(training, shown[False], is_first=not evaluations)]
 
 
-def _is_evaluation(row: Row) -> bool:
+def _is_evaluation(row: LineFields) -> bool:
     return row.get("rows") == "evaluation"
 
 
-def _by_prompt(rows: Sequence[Row]) -> list[SampleGroup]:
-    groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
+def _by_prompt(rows: Sequence[LineFields]) -> list[SampleGroup]:
+    groups: dict[tuple[int, str], list[LineFields]] = defaultdict(list)
     for row in rows:
         groups[row.get("row", 0), row.get("prompt", "")].append(row)
     shown = list(groups.items())[:MOST_PROMPTS]
@@ -77,7 +77,7 @@ def _by_prompt(rows: Sequence[Row]) -> list[SampleGroup]:
     ]
 
 
-def _by_step(rows: Sequence[Row], steps: Sequence[int], is_first: bool) -> list[SampleGroup]:
+def _by_step(rows: Sequence[LineFields], steps: Sequence[int], is_first: bool) -> list[SampleGroup]:
     groups = []
     for step in steps:
         members = [row for row in rows if row["step"] == step][:MOST_ROWS]
@@ -93,7 +93,7 @@ def spread(values: Sequence[int], most: int) -> list[int]:
     return [values[index * (len(values) - 1) // (most - 1)] for index in range(most)]
 
 
-def _line(row: Row) -> SampleLine:
+def _line(row: LineFields) -> SampleLine:
     score = [f"{row['score']:.4g}"] if row.get("score") is not None else []
     score += [f"cost {row['cost']:.4g}"] if row.get("cost") is not None else []
     prompt, response = (_cut(row.get(name, "")) for name in ("prompt", "response"))
@@ -101,7 +101,7 @@ def _line(row: Row) -> SampleLine:
     return SampleLine(row["step"], prompt, response, ", ".join(score), _length(row), turns)
 
 
-def _turn(turn: Row) -> tuple[str, str, str]:
+def _turn(turn: LineFields) -> tuple[str, str, str]:
     reward = turn.get("reward")
     return str(turn.get("role")), _cut(turn.get("text", "")), f"{reward:+.4g}" if reward else ""
 
@@ -112,7 +112,7 @@ def _cut(text: str) -> str:
     return text if left <= 0 else f"{text[:MOST_CHARACTERS]} ... ({left:,} further characters)"
 
 
-def _length(row: Row) -> str:
+def _length(row: LineFields) -> str:
     length: Any = row.get("length")
     if length is None:
         return ""

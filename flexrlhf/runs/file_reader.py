@@ -19,7 +19,7 @@ LONGEST_LINE = 1 << 26
 """Bytes of a row; a longer one is damaged, and is not read as a whole."""
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError)
 """Errors of code that reads what no run has written."""
-Row = Mapping[str, Any]
+LineFields = Mapping[str, Any]
 Read = TypeVar("Read")
 
 
@@ -61,7 +61,7 @@ class RowReader:
     form: TypeAdapter[Any]
     damaged: int = 0
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[LineFields]:
         """Yield the rows in order, without damaged ones and without a last one that is being written."""
         self.damaged = 0
         for line, is_whole in _lines(self.path):

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Row = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class Series:
@@ -37,7 +35,7 @@ class _Column:
 class MetricTable:
     """Numbers in the rows of metrics; texts are left out."""
 
-    def __init__(self, rows: Iterable[Row] = ()) -> None:
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         """Take ``rows``, of a step that is there again the last one."""
         self.steps = array("q")
         self._columns: dict[str, _Column] = {}
@@ -86,7 +84,7 @@ class MetricTable:
         is_there = column is not None and bool(column.places) and column.places[-1] == len(self.steps) - 1
         return column.values[-1] if column is not None and is_there else None
 
-    def rows(self, places: Iterable[int]) -> Iterator[Row]:
+    def rows(self, places: Iterable[int]) -> Iterator[Mapping[str, Any]]:
         """Yield the rows at ``places``, as mappings."""
         for place in places:
             row: dict[str, Any] = {"step": self.steps[place]}

@@ -13,7 +13,7 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError, nearest, one_line
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.runs.file_reader import DAMAGE, FileReader, Row, RowReader, read_json
+from flexrlhf.runs.file_reader import DAMAGE, FileReader, LineFields, RowReader, read_json
 from flexrlhf.runs.metric_table import MetricTable
 from flexrlhf.runs.row_forms import CALLS_ROW, FACTS, FAILURE_RECORD, METRIC_ROW, REPLAN_ROW, SAMPLE_ROW
 from flexrlhf.runs.run_directory import RunDirectory
@@ -26,7 +26,7 @@ MOST_FAILURES = 8
 MOST_OF_FAILURE, MOST_CHARACTERS = 2000, 1_000_000
 """Characters of a reason, and of a config, that are shown."""
 
-RunState = Literal["running", "stopped", "finished", "failed", "unknown"]
+ShownState = Literal["running", "stopped", "finished", "failed", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ class RunContents:
     directory: Path
     yaml: str = ""
     spec: Spec | None = None
-    state: RunState = "unknown"
+    state: ShownState = "unknown"
     next_step: int = 0
     steps: int | None = None
     rows: MetricTable = field(default_factory=MetricTable)
-    samples: Iterable[Row] = ()
+    samples: Iterable[LineFields] = ()
     spans: tuple[Span, ...] = ()
-    facts: Row = field(default_factory=dict)
+    facts: LineFields = field(default_factory=dict)
     failures: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     alias: str = ""
-    calls: tuple[Row, ...] = ()
-    replans: tuple[Row, ...] = ()
+    calls: tuple[LineFields, ...] = ()
+    replans: tuple[LineFields, ...] = ()
     damage: tuple[str, ...] = ()
 
     @property
@@ -80,7 +80,7 @@ def read_contents(directory: Path) -> RunContents:
     files, run = FileReader(directory), RunDirectory(directory)
     yaml, spec = _read_config(files)
     rows = files.rows(METRICS, METRIC_ROW, MetricTable, MetricTable())
-    none: Iterable[Row] = ()
+    none: Iterable[LineFields] = ()
     samples = files.rows(SAMPLES, SAMPLE_ROW, _checked, none)
     spans, facts = _read_timeline(files, run)
     state, next_step, steps = _progress(files, run, rows)
@@ -108,18 +108,18 @@ def read_contents(directory: Path) -> RunContents:
     )
 
 
-_NONE: tuple[Row, ...] = ()
+_NONE: tuple[LineFields, ...] = ()
 
 
-def _all(file: RowReader) -> tuple[Row, ...]:
+def _all(file: RowReader) -> tuple[LineFields, ...]:
     return tuple(file)
 
 
-def _last_two(file: RowReader) -> tuple[Row, ...]:
+def _last_two(file: RowReader) -> tuple[LineFields, ...]:
     return tuple(deque(file, maxlen=2))
 
 
-def _checked(file: RowReader) -> Iterable[Row]:
+def _checked(file: RowReader) -> Iterable[LineFields]:
     """Return ``file``, whose damaged rows have been counted."""
     deque(file, maxlen=0)
     return file
@@ -162,7 +162,7 @@ def _text(path: Path) -> str:
         return file.read(MOST_CHARACTERS)
 
 
-def _read_timeline(files: FileReader, run: RunDirectory) -> tuple[tuple[Span, ...], Row]:
+def _read_timeline(files: FileReader, run: RunDirectory) -> tuple[tuple[Span, ...], LineFields]:
     """Return the spans of a run and the metadata of its timeline: of its end, or of its logs until then."""
     # a run that goes on has the one of its last end
     if run.timeline.is_file() and not run.is_locked:
@@ -183,12 +183,12 @@ def _read_timeline(files: FileReader, run: RunDirectory) -> tuple[tuple[Span, ..
     return sound, {}
 
 
-def _read_trace(path: Path) -> tuple[tuple[Span, ...], Row]:
+def _read_trace(path: Path) -> tuple[tuple[Span, ...], LineFields]:
     trace = read_json(path.read_bytes())
     return tuple(Trace.of_json(trace).spans), FACTS.validate_python(trace["otherData"])
 
 
-def _progress(files: FileReader, run: RunDirectory, rows: MetricTable) -> tuple[RunState, int, int | None]:
+def _progress(files: FileReader, run: RunDirectory, rows: MetricTable) -> tuple[ShownState, int, int | None]:
     """Return state, first step that is not trained on, and number of steps."""
     recorded = rows.steps[-1] + 1 if rows else 0
     is_going_on = run.is_locked
@@ -199,7 +199,7 @@ def _progress(files: FileReader, run: RunDirectory, rows: MetricTable) -> tuple[
         status = None
     if status is None:
         return "running" if is_going_on else "unknown", recorded, None
-    state: RunState = status.state
+    state: ShownState = status.state
     if state == "running" and not is_going_on:
         state = "failed"
     return state, max(recorded, status.next_step), status.steps
@@ -220,8 +220,8 @@ def _failures(files: FileReader, run: RunDirectory) -> list[str]:
     return [shortened(each, MOST_OF_FAILURE) for each in [*(causes or consequences).values()][:MOST_FAILURES]]
 
 
-def _read_failure(path: Path) -> Row | None:
-    record: Row = FAILURE_RECORD.validate_python(read_json(path.read_bytes()))
+def _read_failure(path: Path) -> LineFields | None:
+    record: LineFields = FAILURE_RECORD.validate_python(read_json(path.read_bytes()))
     return record
 
 

@@ -82,11 +82,10 @@ class RecordedRun:
                     yield name, tensors.get_tensor(name)
 
 
-Columns = Mapping[str, RecordedColumn]
-Pair = tuple[RecordedRun, RecordedRun]
+RunPair = tuple[RecordedRun, RecordedRun]
 
 
-def compare_runs(runs: Pair, limits: Limits) -> Iterator[Deviation]:
+def compare_runs(runs: RunPair, limits: Limits) -> Iterator[Deviation]:
     """Yield the deviations of all steps, and then of the weights. The other run is compared with the first one."""
     for step in range(runs[0].plan.spec.steps):
         yield from compare_step(runs, step, limits)
@@ -94,7 +93,7 @@ def compare_runs(runs: Pair, limits: Limits) -> Iterator[Deviation]:
         yield _weights(runs, role, limits)
 
 
-def compare_step(runs: Pair, step: int, limits: Limits) -> Iterator[Deviation]:
+def compare_step(runs: RunPair, step: int, limits: Limits) -> Iterator[Deviation]:
     """Yield the deviations of one step: by operator columns that arrived and were written, then metrics."""
     columns = runs[0].columns(step), runs[1].columns(step)
     arrivals = [(run, own, run.arrivals(step)) for run, own in zip(runs, columns, strict=True)]
@@ -108,20 +107,22 @@ def compare_step(runs: Pair, step: int, limits: Limits) -> Iterator[Deviation]:
     yield from _metrics(runs, step, limits)
 
 
-def not_compared(runs: Pair) -> list[str]:
+def not_compared(runs: RunPair) -> list[str]:
     """Return the columns that operators of one run alone write."""
     names = [set(run.plan.graph.producers) for run in runs]
     return sorted(names[0] ^ names[1])
 
 
-def _operators(runs: Pair) -> list[Operator]:
+def _operators(runs: RunPair) -> list[Operator]:
     """Return the operators of the first run, then further ones of the second run."""
     named = {each.name: each for run in reversed(runs) for each in run.plan.graph.operators}
     first = [each.name for each in runs[0].plan.graph.operators]
     return [named[name] for name in (*first, *(name for name in named if name not in first))]
 
 
-def _moved(run: RecordedRun, written: Columns, arrivals: list[Arrival], step: int) -> Iterator[Deviation]:
+def _moved(
+    run: RecordedRun, written: Mapping[str, RecordedColumn], arrivals: list[Arrival], step: int
+) -> Iterator[Deviation]:
     """Yield one deviation for each column that moved: it must be read as it was written, to the last bit."""
     for arrival in arrivals:
         column = written.get(arrival.column)
@@ -186,7 +187,7 @@ def _entry(row: int, place: list[int], one: Tensor, other: Tensor, ranks: tuple[
     return ColumnEntry(row, position, (float(one[tuple(place)]), float(other[tuple(place)])), ranks)
 
 
-def _metrics(runs: Pair, step: int, limits: Limits) -> Iterator[Deviation]:
+def _metrics(runs: RunPair, step: int, limits: Limits) -> Iterator[Deviation]:
     """Yield the deviations of the metrics that both runs have, in the order in which operators report them."""
     rows = [run.metrics[step] for run in runs]
     statistics, reporters = runs[0].statistics(step), runs[0].reporters(step)
@@ -213,7 +214,7 @@ def _scale(metric: Metric, statistic: Triple, row: Mapping[str, float]) -> float
     return scale or 1.0
 
 
-def _weights(runs: Pair, role: str, limits: Limits) -> Deviation:
+def _weights(runs: RunPair, role: str, limits: Limits) -> Deviation:
     """Return the norm of the difference of all weights of ``role`` over their norm."""
     square, norm, largest = 0.0, 0.0, 0.0
     for one, other in zip_longest(*(run.weights(role) for run in runs)):

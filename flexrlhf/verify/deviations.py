@@ -18,7 +18,7 @@ from flexrlhf.operators.columns import Column
 from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.placement.placed import PlacedModel
 
-Kind = Literal["column", "move", "metric", "weights"]
+DeviationKind = Literal["column", "move", "metric", "weights"]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Deviation:
     """
 
     step: int | None
-    kind: Kind
+    kind: DeviationKind
     name: str
     source: str
     absolute: float

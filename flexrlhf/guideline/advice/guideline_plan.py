@@ -35,7 +35,7 @@ from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.strategies.strategy import Strategy
 
-Ranks = Mapping[str, tuple[int, ...]]
+RanksByName = Mapping[str, tuple[int, ...]]
 """Placed model → its ranks."""
 Misses = Mapping[str, str]
 """Name of a rule that a placement cannot follow → why."""
@@ -105,11 +105,11 @@ def _on_few_nodes(space: Space) -> GuidelineResult:
 
 def _colocated(space: Space, misses: Misses) -> GuidelineResult:
     """Return all models on all devices, with idle ones in host memory if they do not fit otherwise."""
-    everywhere: Ranks = {name: tuple(range(space.pool.num_devices)) for name in space.names}
+    everywhere: RanksByName = {name: tuple(range(space.pool.num_devices)) for name in space.names}
     return _with_idle_offloaded(space, everywhere, Strategy.COLOCATED, misses)
 
 
-def _with_idle_offloaded(space: Space, ranks: Ranks, name: str, misses: Misses) -> GuidelineResult:
+def _with_idle_offloaded(space: Space, ranks: RanksByName, name: str, misses: Misses) -> GuidelineResult:
     """Return the placement on ``ranks``, with idle models in host memory if they do not fit otherwise."""
     for label, variant in (("", space), *offloaded_spaces(space, offload_sets(space))):
         found = _first_that_fits(variant, [ranks])
@@ -134,7 +134,7 @@ def _disaggregated(space: Space) -> GuidelineResult:
     ]
     own = (name for name in space.names if name not in space.roles.trained)
     is_only_one = all(name == _shadow_actor(space) for name in own)
-    ways: Sequence[tuple[Sequence[Ranks], Misses]] = (
+    ways: Sequence[tuple[Sequence[RanksByName], Misses]] = (
         (alone, {}),
         (shared, {SHADOW_SHARE.name: "devices of its own leave others too little memory"}),
     )
@@ -150,7 +150,7 @@ def _step(total: int, per_node: int) -> int:
     return max(1, min(per_node, total // STEPS), total // STEPS // per_node * per_node)
 
 
-def _apart(space: Space, training: int, shadow: int, rest: int) -> Ranks:
+def _apart(space: Space, training: int, shadow: int, rest: int) -> RanksByName:
     """Return ranks of so many devices each: training on the first, the shadow actor on the last, so that neither has a
     replica on two nodes. No ``rest``, or no other model: all inference is with the shadow actor."""
     total, own = training + shadow + rest, _shadow_actor(space)
@@ -183,11 +183,11 @@ def _by_class(plain: Space, shadowed: Space | None) -> GuidelineResult:
         if (found := _first_that_fits(shadowed, spare)) is not None:
             return found
         misses = {SPARE_SHADOW.name: f"training needs the memory of all {len(newer)} {strongest}"}
-    ranks: Ranks = {name: newer if name.role in plain.roles.trained else older for name in plain.names}
+    ranks: RanksByName = {name: newer if name.role in plain.roles.trained else older for name in plain.names}
     return _with_idle_offloaded(plain, ranks, Strategy.INTERLEAVING, misses)
 
 
-def _with_spare(space: Space, newer: Sequence[int], older: Sequence[int], spare: int) -> Ranks:
+def _with_spare(space: Space, newer: Sequence[int], older: Sequence[int], spare: int) -> RanksByName:
     """Return ranks with the shadow actor on the last ``spare`` newer devices, and all other inference on older ones."""
     own = _shadow_actor(space)
     places = {True: tuple(newer[: len(newer) - spare]), False: tuple(older)}
@@ -200,7 +200,7 @@ def _with_spare(space: Space, newer: Sequence[int], older: Sequence[int], spare:
 # --- settings
 
 
-def _first_that_fits(space: Space, groups: Sequence[Ranks]) -> GuidelineResult | None:
+def _first_that_fits(space: Space, groups: Sequence[RanksByName]) -> GuidelineResult | None:
     """Return the placement with the most even phases of ``groups`` of ranks, by as many rules as memory allows.
 
     Tried are weights that stay inside nodes, then others; None: nothing fits.
@@ -213,7 +213,7 @@ def _first_that_fits(space: Space, groups: Sequence[Ranks]) -> GuidelineResult |
     return None
 
 
-def _in_nodes(space: Space, ranks: Ranks, stay: bool) -> Allowed:
+def _in_nodes(space: Space, ranks: RanksByName, stay: bool) -> Allowed:
     """Return which settings keep the ranks of a replica inside a node.
 
     stay:  whether the weights that a copy generates with stay there, too: they cross no network at every token.
@@ -229,7 +229,7 @@ def _in_nodes(space: Space, ranks: Ranks, stay: bool) -> Allowed:
     return allowed
 
 
-def _most_even(space: Space, groups: Sequence[Ranks], stay: bool) -> GuidelineResult | None:
+def _most_even(space: Space, groups: Sequence[RanksByName], stay: bool) -> GuidelineResult | None:
     """Return the fastest placement of those with even phases, else of all; None if nothing fits."""
     chosen = [choose_settings(space, ranks, _in_nodes(space, ranks, stay)) for ranks in groups]
     assignments = [each for each in chosen if not isinstance(each, str)]

@@ -36,7 +36,7 @@ FEW_DEVICES = 64
 LARGER = 1.5
 """Ratio of its weights to the actor's from which on another trained model is the largest."""
 
-State = Literal["followed", "contradicted", "not applicable"]
+RuleState = Literal["followed", "contradicted", "not applicable"]
 Judgement = tuple[bool | None, str]
 """Whether a plan follows a rule, None if it does not apply, and the figures of the plan that show it."""
 
@@ -119,13 +119,13 @@ class RuleVerdict:
     """
 
     rule: GuidelineRule
-    state: State
+    state: RuleState
     evidence: str
 
 
 def judged(simulation: Simulation, cluster: Cluster | None = None) -> tuple[RuleVerdict, ...]:
     """Judge a plan by every rule. ``cluster``: its devices with all their memory; None: as the plan has them."""
-    states: dict[bool | None, State] = {True: "followed", False: "contradicted", None: "not applicable"}
+    states: dict[bool | None, RuleState] = {True: "followed", False: "contradicted", None: "not applicable"}
     item = JudgedPlan(simulation, cluster or simulation.plan.cluster)
     found = ((rule, rule.judge(item)) for rule in RULES)
     return tuple(RuleVerdict(rule, states[follows], evidence) for rule, (follows, evidence) in found)

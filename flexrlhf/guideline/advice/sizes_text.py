@@ -21,7 +21,7 @@ GENERATOR = "<!-- flexrlhf size "
 """Start of the first line of a Markdown page, which has the command that writes it."""
 NONE = f"over {MOST_DEVICES}"
 ON_HOST = "host"
-Row = tuple[str, ...]
+TableCells = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SizesText:
         mean = "as long as they may be" if self.table.mean is None else f"of {self.table.mean:g} tokens on average"
         return f"{'; '.join(runs) or 'no plan fits'}; responses are {mean}"
 
-    def lines(self) -> Iterator[Row]:
+    def lines(self) -> Iterator[TableCells]:
         """Yield the head and a row for each cell."""
         speeds = ("samples/s", *(f"{times} x" for times in TIMES[1:]))
         plan = ("engine", "in host memory", "memory", "s/step")
@@ -73,7 +73,7 @@ class SizesText:
         for size in self.sizes:
             yield (*self._names(size.options), size.options.gpu_type or "", *_cells(size))
 
-    def costs(self) -> Iterator[Row]:
+    def costs(self) -> Iterator[TableCells]:
         """Yield the head and a row for each cell with a plan, on the speed and cost of a run on the fewest devices."""
         money = () if self.prices is None else ("price", f"of {THOUSAND:,} steps")
         usage = ("devices", "tokens/s", "per GPU", "MFU", "all steps", "GPU-hours", *money)
@@ -89,13 +89,13 @@ class SizesText:
         steps = next((plan.chosen.plan.spec.steps for size in self.sizes for plan in size.plans), 0)
         return f"tokens/s: of prompts and responses, on the fewest devices; all steps: their time, of {steps:,} steps"
 
-    def grid(self) -> Iterator[Row]:
+    def grid(self) -> Iterator[TableCells]:
         """Yield the head and a row for all classes."""
         yield (*self._names(), *dict.fromkeys(size.options.gpu_type or "" for size in self.sizes))
         for names, sizes in groupby(self.sizes, lambda size: self._names(size.options)):
             yield (*names, *map(_short, sizes))
 
-    def _names(self, options: AdviceOptions | None = None) -> Row:
+    def _names(self, options: AdviceOptions | None = None) -> TableCells:
         """Return the cells that name a row but for the class; without ``options`` their titles. A table of one
         algorithm names it above."""
         if options is None:
@@ -125,7 +125,7 @@ class SizesText:
             yield f"each is a plan of `advise`, the first of `{command}`; `-o DIRECTORY` writes the YAMLs of all"
 
 
-def _usage_cells(usage: RunUsage) -> Row:
+def _usage_cells(usage: RunUsage) -> TableCells:
     money = (usage.money(usage.steps), usage.money(THOUSAND))
     return (
         str(usage.num_devices),
@@ -150,7 +150,7 @@ def _run_text(plan: Plan) -> str:
     )
 
 
-def _cells(size: Size) -> Row:
+def _cells(size: Size) -> TableCells:
     """Return devices, engine, host memory, memory, time and speeds of a cell."""
     first = next(iter(size.plans), None)
     if first is None:

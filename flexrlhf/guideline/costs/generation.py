@@ -9,7 +9,7 @@ from functools import lru_cache
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.costs.decode_phases import DecodePhase, decoding
 from flexrlhf.guideline.costs.kernels import FIGURES, LAUNCH_SECONDS
-from flexrlhf.guideline.costs.links import Curve, all_reduce_seconds, all_reduces
+from flexrlhf.guideline.costs.links import TransferTime, all_reduce_seconds, all_reduces
 from flexrlhf.guideline.costs.profiles import DecodeProfile, host_factor
 from flexrlhf.guideline.costs.training import expert_seconds, forward_cost, gather_weights_seconds
 
@@ -111,7 +111,7 @@ class _Step:
     gather: float
     reduces: int
     message: float
-    reduce: Curve
+    reduce: TransferTime
     ep: int
 
     @classmethod
@@ -195,7 +195,7 @@ class _Step:
         }
 
 
-def _reduces(mesh: Mesh, profile: DecodeProfile) -> Curve:
+def _reduces(mesh: Mesh, profile: DecodeProfile) -> TransferTime:
     """Return the time of one all-reduce over tensor-parallel ranks: NCCL's, or the engine's own, in which each rank
     reads all other ranks' messages at once."""
     reached, start, others = profile.tensor_reached, profile.one_shot_seconds, mesh.tp - 1

@@ -17,7 +17,7 @@ from typing import Literal
 from flexrlhf.guideline.costs.cost_model import Transformer
 from flexrlhf.guideline.costs.measurements import ModelTimes, PartTimes, PassKind, Point
 
-Part = Literal["embedding", "block", "head"]
+LayerKind = Literal["embedding", "block", "head"]
 LAUNCHED = 0.5
 """Share of the time of a layer without tokens that is launching, at least."""
 
@@ -99,14 +99,14 @@ class SlicedModel:
     width: float
     item: int
 
-    def flops(self, part: Part) -> float:
+    def flops(self, part: LayerKind) -> float:
         """Return the operations of a token in a forward pass of ``part`` over all ranks."""
         model = self.model
         if part == "block":
             return 2 * (model.active_parameters + 2 * model.hidden) + 2 * model.attention_features * self.width
         return 2 * (model.hidden + (model.head_parameters if part == "head" else 0))
 
-    def num_bytes(self, part: Part) -> float:
+    def num_bytes(self, part: LayerKind) -> float:
         """Return the bytes of the weights of ``part`` that a pass reads on each rank."""
         model = self.model
         parameters = {"embedding": 0, "block": model.layer_parameters, "head": model.head_parameters}[part]
@@ -149,7 +149,7 @@ class ModelPrices:
     """
 
     layers: int
-    parts: Mapping[Part, Sequence[PartPrices]]
+    parts: Mapping[LayerKind, Sequence[PartPrices]]
     share: float
 
     def stages(self, kind: PassKind, tokens: float, pp: int = 1) -> list[float]:
@@ -173,9 +173,9 @@ class ModelPrices:
         return times[0] if len(times) == 1 else times[0] ** (1 - self.share) * times[1] ** self.share
 
 
-STEP_PARTS: tuple[Part, Part] = ("block", "head")
+STEP_PARTS: tuple[LayerKind, LayerKind] = ("block", "head")
 """Parts of a decoding step; the head's includes the embedding."""
-_ALL_PARTS: tuple[Part, ...] = ("embedding", "block", "head")
+_ALL_PARTS: tuple[LayerKind, ...] = ("embedding", "block", "head")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class LayerPrices:
     bytes_s: float
 
     @cached_property
-    def _curves(self) -> dict[int, dict[Part, PartCurves]]:
+    def _curves(self) -> dict[int, dict[LayerKind, PartCurves]]:
         return {
             tp: {part: PartCurves(getattr(layers, part)) for part in _ALL_PARTS}
             for tp, layers in self.times.layers.items()
@@ -218,7 +218,7 @@ class LayerPrices:
         }
         return ModelPrices(sliced.model.layers, parts, share)
 
-    def _part(self, part: Part, sliced: SlicedModel, width: float, tp: int) -> PartPrices:
+    def _part(self, part: LayerKind, sliced: SlicedModel, width: float, tp: int) -> PartPrices:
         """Return the times of ``part`` by those of ``tp`` ranks, the largest measured number also for more ranks."""
         like = SlicedModel(self.times.model, tp, width, self.times.item)
         here = max(tp, sliced.tp) if tp == max(self._curves) else tp

@@ -19,7 +19,7 @@ from flexrlhf.guideline.costs.profiles import named_rows, read_table
 from flexrlhf.guideline.costs.relations import Relation
 from flexrlhf.placement.transfer import Primitive
 
-Curve = Callable[[float], float]
+TransferTime = Callable[[float], float]
 """Time by bytes."""
 
 
@@ -40,7 +40,7 @@ class LinkFigures:
     share: float
     slow_bytes: float
 
-    def collective(self, gb_s: float) -> Curve:
+    def collective(self, gb_s: float) -> TransferTime:
         """Return the time of bytes through a link of ``gb_s``, without hops; the square root's term: short collectives
         fill the link less."""
         start, slow, bytes_s = self.collective_seconds, self.slow_bytes, self.share * gb_s * 1e9
@@ -66,7 +66,9 @@ def all_reduce_seconds(
     return all_reduces(ranks, per_node, links, groups, figures)(size)
 
 
-def all_reduces(ranks: int, per_node: int, links: Links, groups: int = 1, figures: Figures = (WITHIN, ACROSS)) -> Curve:
+def all_reduces(
+    ranks: int, per_node: int, links: Links, groups: int = 1, figures: Figures = (WITHIN, ACROSS)
+) -> TransferTime:
     """Return ``all_reduce_seconds`` by the bytes, for many sizes."""
     if ranks <= 1:
         return lambda size: 0.0
@@ -101,7 +103,7 @@ def _nodes(ranks: int, per_node: int) -> int:
     return ceil(ranks / per_node)
 
 
-def _passed_on(ranks: int, per_node: int, links: Links, groups: int, figures: Figures) -> Curve:
+def _passed_on(ranks: int, per_node: int, links: Links, groups: int, figures: Figures) -> TransferTime:
     """Return the time in which ranks pass on ``(n - 1) / n`` of the bytes, and nodes as much through their own links;
     the slower of both counts."""
     within, across = figures

@@ -14,7 +14,7 @@ from flexrlhf.placement.transfer import Primitive
 
 CallWork = tuple[CallKind, str, Transformer]
 """Kind of a call, its engine, its model."""
-Work = CallWork | Literal["combine", "sync", "switch"]
+ScaledWork = CallWork | Literal["combine", "sync", "switch"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ScaledCosts:
     """
 
     costs: CostModel
-    factors: Mapping[Work, float]
+    factors: Mapping[ScaledWork, float]
     usual: float
     replies: EnvironmentTimes | None = None
 

@@ -17,13 +17,13 @@ ROUNDING = 1e-9
 """Relative difference below which two assignments take the same time; memory may be exceeded by as much."""
 Overlaps = Mapping[tuple[int, int], "Bools | bool"]
 """Pair of parts (the smaller first) → whether they share a device: by row, or one value for all rows."""
-Columns = Sequence["Ints | int"]
+PartColumns = Sequence["Ints | int"]
 """A value of each part: by row, or one for all rows."""
 Spot = tuple[int, int]
 """A part's start and the position of its option."""
-Key = tuple[tuple[int, ...], tuple[int, ...]]
+AssignmentKey = tuple[tuple[int, ...], tuple[int, ...]]
 """Starts and options of an assignment."""
-Wait = Floats | float | None
+RowWait = Floats | float | None
 """Added to the end of an earlier call: 0 in rows that wait for it, minus infinity in others. None: no row waits."""
 
 
@@ -46,7 +46,7 @@ class WholeAssignments:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def key(self, row: int) -> Key:
+    def key(self, row: int) -> AssignmentKey:
         """Return the starts and the options of an assignment."""
         return tuple(self.starts[row].tolist()), tuple(self.options[row].tolist())
 
@@ -80,7 +80,7 @@ def relations(start: Ints | int, size: Ints | int, other_start: Ints | int, othe
     return np.where(same, SAME, np.where(shared, OVERLAPPING, DISJOINT))
 
 
-def pairwise(starts: Columns, sizes: Columns, parts: Sequence[int]) -> Overlaps:
+def pairwise(starts: PartColumns, sizes: PartColumns, parts: Sequence[int]) -> Overlaps:
     """Return which meshes of ``parts`` overlap. ``starts``, ``sizes``: of each part."""
     overlaps: dict[tuple[int, int], Bools | bool] = {}
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]
@@ -136,7 +136,7 @@ def fits(tables: Tables, over: Floats) -> Bools:
 # --- seconds
 
 
-def columns_seconds(tables: Tables, starts: Columns, options: Columns, rows: int) -> Floats:
+def columns_seconds(tables: Tables, starts: PartColumns, options: PartColumns, rows: int) -> Floats:
     """Return the time of a settled step of each row, (rows,). ``starts``, ``options``: of each part."""
     sizes = [_of_rows(part.size, option) for part, option in zip(tables.parts, options, strict=True)]
     overlaps = pairwise(starts, sizes, range(len(tables.parts)))
@@ -216,7 +216,7 @@ def clock(
     return np.asarray((ends[steady.last] - ends[steady.last - steady.measured]) / steady.measured)
 
 
-def wait_of(parts: tuple[int, ...], others: tuple[int, ...], overlaps: Overlaps) -> Wait:
+def wait_of(parts: tuple[int, ...], others: tuple[int, ...], overlaps: Overlaps) -> RowWait:
     """Return how a call of ``parts`` waits for a call of ``others``."""
     shared: Bools | bool = False
     for part in parts:
@@ -228,12 +228,12 @@ def wait_of(parts: tuple[int, ...], others: tuple[int, ...], overlaps: Overlaps)
     return None if shared is False else np.where(shared, 0.0, -np.inf)
 
 
-def _key_of(wait: Wait) -> object:
+def _key_of(wait: RowWait) -> object:
     """Return a key that is equal for waits that are the same."""
     return wait if wait is None or isinstance(wait, float) else id(wait)
 
 
-def delay_to(start: Floats, end: Floats | None, wait: Wait) -> None:
+def delay_to(start: Floats, end: Floats | None, wait: RowWait) -> None:
     """Delay ``start``, in place, to ``end`` in the rows that wait for it."""
     if end is None or wait is None:
         return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexrlhf.guideline.search.assignments import Key, Spot, columns_seconds
+from flexrlhf.guideline.search.assignments import AssignmentKey, Spot, columns_seconds
 from flexrlhf.guideline.search.part_table import Bools, Floats, Ints
 from flexrlhf.guideline.search.tables import Tables
 
@@ -40,7 +40,7 @@ class PartChanges:
         """Return the new spot of the part in an assignment."""
         return int(self.starts[self.mesh[row]]), int(self.options[row])
 
-    def key(self, row: int) -> Key:
+    def key(self, row: int) -> AssignmentKey:
         """Return the starts and the options of an assignment."""
         spots = [self.spot(row) if part == self.part else spot for part, spot in enumerate(self.spots)]
         return tuple(start for start, _ in spots), tuple(option for _, option in spots)

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flexrlhf.guideline.search.assignments import Overlaps, Wait, delay_to, wait_of
+from flexrlhf.guideline.search.assignments import Overlaps, RowWait, delay_to, wait_of
 from flexrlhf.guideline.search.evaluate import CallGraph
 from flexrlhf.guideline.search.part_table import Floats
 
@@ -95,10 +95,10 @@ def _in(piece: slice, values: NDArray[N] | T) -> NDArray[N] | T:
     return values[piece] if isinstance(values, np.ndarray) and len(values) > 1 else values
 
 
-def _waits_of(graph: CallGraph, overlaps: Overlaps) -> list[list[Wait]]:
+def _waits_of(graph: CallGraph, overlaps: Overlaps) -> list[list[RowWait]]:
     """Return the wait of each call for each other: where they share a device, and for weights in the background by the
     calls that use them and by the next ones on their link."""
-    of_parts: dict[tuple[tuple[int, ...], tuple[int, ...]], Wait] = {}
+    of_parts: dict[tuple[tuple[int, ...], tuple[int, ...]], RowWait] = {}
     for parts, others in combinations_with_replacement(dict.fromkeys(graph.parts), 2):
         of_parts[parts, others] = of_parts[others, parts] = wait_of(parts, others, overlaps)
     waits = [[of_parts[parts, others] for others in graph.parts] for parts in graph.parts]
@@ -123,7 +123,7 @@ class _Cycles:
     graph: CallGraph
     seconds: Sequence[Floats | float]
     delays: Sequence[Floats | float]
-    waits: Sequence[Sequence[Wait]]
+    waits: Sequence[Sequence[RowWait]]
     rows: int
 
     @cached_property
@@ -167,12 +167,12 @@ class _Cycles:
         """Return the bits in ``ended`` of the calls of the same turn that have ended before the one at a place."""
         return _any_bit(mine for place, mine in enumerate(ended[:at]) if self.ended[at] >> place & 1)
 
-    def _waits(self, at: int, turns: int, ended: int) -> list[tuple[int, Wait]]:
+    def _waits(self, at: int, turns: int, ended: int) -> list[tuple[int, RowWait]]:
         """Return the (place, wait or delay) of the calls of ``turns`` before that may delay the call at a place.
 
         One that has ended before another begins delays nothing that waits for the other. ``ended``: bits of such ones.
         """
-        found: list[tuple[int, Wait]] = []
+        found: list[tuple[int, RowWait]] = []
         for writer, delay in sorted(self.edges[turns][at], key=itemgetter(0), reverse=True):
             if not isinstance(delay, float) or delay or not ended >> writer & 1:
                 found.append((writer, delay))
@@ -187,17 +187,17 @@ class _Cycles:
         return found
 
     @cached_property
-    def same_turn(self) -> list[list[tuple[int, Wait]]]:
+    def same_turn(self) -> list[list[tuple[int, RowWait]]]:
         """Waits of each call for those of the same turn."""
         return [self._waits(at, 0, 0) for at in range(len(self.calls))]
 
     @cached_property
-    def last_turn(self) -> list[list[tuple[int, Wait]]]:
+    def last_turn(self) -> list[list[tuple[int, RowWait]]]:
         """Waits of each call for those of the turn before."""
         return [self._waits(at, 1, 0) for at in range(len(self.calls))]
 
     @cached_property
-    def last_turn_after_same(self) -> list[list[tuple[int, Wait]]]:
+    def last_turn_after_same(self) -> list[list[tuple[int, RowWait]]]:
         """Waits of each call for those of the turn before, next to those of the same turn."""
         return [self._waits(at, 1, self._before_others(at, self.ended_before)) for at in range(len(self.calls))]
 

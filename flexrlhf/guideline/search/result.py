@@ -13,7 +13,7 @@ from time import perf_counter
 
 import numpy as np
 
-from flexrlhf.guideline.search.assignments import ROUNDING, Key, WholeAssignments, assignment_of, fits
+from flexrlhf.guideline.search.assignments import ROUNDING, AssignmentKey, WholeAssignments, assignment_of, fits
 from flexrlhf.guideline.search.changes import PartChanges
 from flexrlhf.guideline.search.part_table import Floats, Ints
 from flexrlhf.guideline.search.problem import Assignment, device_bytes
@@ -150,9 +150,9 @@ class SearchState:
     seconds_limit: float
     slack: float
     keep: int
-    fastest: list[tuple[float, Key]] = field(default_factory=list)
-    stored: set[Key] = field(default_factory=set)
-    misfits: list[tuple[float, Key]] = field(default_factory=list)
+    fastest: list[tuple[float, AssignmentKey]] = field(default_factory=list)
+    stored: set[AssignmentKey] = field(default_factory=set)
+    misfits: list[tuple[float, AssignmentKey]] = field(default_factory=list)
     evaluated: int = 0
     pruned_by_memory: int = 0
     pruned_by_bound: int = 0
@@ -219,7 +219,7 @@ class SearchState:
         self.evaluated += len(timed)
         return seconds, over
 
-    def accept(self, seconds: Floats, key: Callable[[int], Key]) -> None:
+    def accept(self, seconds: Floats, key: Callable[[int], AssignmentKey]) -> None:
         """Store the best of some assignments that fit. ``key``: of a row."""
         for row in self._lowest(seconds, self.keep):
             value = float(seconds[row])
@@ -233,7 +233,7 @@ class SearchState:
         rows = np.argpartition(values, number - 1)[:number] if number < len(values) else np.arange(number)
         return [int(row) for row in rows[np.argsort(values[rows], kind="stable")] if np.isfinite(values[row])]
 
-    def _keep(self, heap: list[tuple[float, Key]], seconds: float, key: Key) -> None:
+    def _keep(self, heap: list[tuple[float, AssignmentKey]], seconds: float, key: AssignmentKey) -> None:
         if key in self.stored:
             return
         self.stored.add(key)
@@ -262,7 +262,7 @@ class SearchState:
             meshes=self.tables.problem.meshes.about,
         )
 
-    def _rejected(self, seconds: float, key: Key) -> RejectedAssignment:
+    def _rejected(self, seconds: float, key: AssignmentKey) -> RejectedAssignment:
         assignment = assignment_of(self.tables, *key)
         devices = {choice.start for choice in assignment} | {first for first, _ in self.tables.memory_at}
         over, device = max((device_bytes(assignment, at) - self.tables.memory_of(at), -at) for at in devices)

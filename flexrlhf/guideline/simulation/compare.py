@@ -20,7 +20,7 @@ from flexrlhf.timeline import Span, Trace
 
 WARM_UP_STEPS = 1
 """First steps that are left out: libraries load, allocators grow."""
-Key = tuple[int, str, str, int, int | None]
+SpanKey = tuple[int, str, str, int, int | None]
 """Rank, kind, label, step, chunk."""
 
 
@@ -69,8 +69,8 @@ class Comparison:
     lines: tuple[SpanComparison, ...]
     step: TimePair
     steps: range
-    missing: Counter[Key]
-    extra: Counter[Key]
+    missing: Counter[SpanKey]
+    extra: Counter[SpanKey]
 
 
 def read_run(path: Path) -> list[Span]:
@@ -121,7 +121,7 @@ def step_seconds(spans: Sequence[Span], steps: range) -> float:
     return (ends[steps[-1]] - ends.get(steps[0] - 1, start)) / len(steps)
 
 
-def _key(span: Span) -> Key:
+def _key(span: Span) -> SpanKey:
     return span.rank, span.kind, span.label, span.step, span.chunk
 
 

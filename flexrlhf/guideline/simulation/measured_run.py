@@ -21,7 +21,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import transformer_of
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
-from flexrlhf.guideline.costs.scaled import ScaledCosts, Work
+from flexrlhf.guideline.costs.scaled import ScaledCosts, ScaledWork
 from flexrlhf.guideline.simulation.calls import engine_of
 from flexrlhf.guideline.simulation.column_writers import ColumnWriters
 from flexrlhf.guideline.simulation.episode_prices import EpisodePrices
@@ -48,7 +48,6 @@ LEAST_SAMPLES = 8
 LEAST_SHARE = 0.02
 """Share of a step below which work gives no factor: it is the trainer's time around it, which no size changes."""
 
-Row = Mapping[str, Any]
 _Key = tuple[str, str, int | None]
 """Kind, label and chunk of an instruction."""
 
@@ -66,8 +65,8 @@ class RunRecord:
 
     directory: Path
     plan: Plan
-    rows: Sequence[Row]
-    samples: Iterable[Row]
+    rows: Sequence[Mapping[str, Any]]
+    samples: Iterable[Mapping[str, Any]]
     spans: Sequence[Span]
 
 
@@ -175,8 +174,8 @@ def _measured_times(record: RunRecord, steps: Sequence[int]) -> dict[_Key, float
 
 def _scaled_costs(predicted: Simulation, times: Mapping[_Key, float], base: CostSource) -> ScaledCosts:
     """Return the costs of ``base`` with factors by which ``times`` differ from ``predicted``."""
-    expected: dict[Work, float] = defaultdict(float)
-    measured: dict[Work, float] = defaultdict(float)
+    expected: dict[ScaledWork, float] = defaultdict(float)
+    measured: dict[ScaledWork, float] = defaultdict(float)
     for item in predicted.regular:
         work = _work_of(predicted.plan, item.instruction)
         if work is not None and _key(item.instruction) in times:
@@ -193,7 +192,7 @@ def _scaled_costs(predicted: Simulation, times: Mapping[_Key, float], base: Cost
     return ScaledCosts(base.costs, factors, total[0] / total[1])
 
 
-def _work_of(plan: Plan, instruction: Instruction) -> Work | None:
+def _work_of(plan: Plan, instruction: Instruction) -> ScaledWork | None:
     """Return the work of an instruction whose span is its time; None for others."""
     match instruction:
         case Run() if instruction.operator.call is None:
@@ -268,7 +267,7 @@ def _mean(record: RunRecord, steps: Sequence[int], name: str) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def _sampled_lengths(samples: Iterable[Row], from_step: int) -> Iterator[float]:
+def _sampled_lengths(samples: Iterable[Mapping[str, Any]], from_step: int) -> Iterator[float]:
     for each in samples:
         if each.get("rows") == "training" and each["step"] >= from_step and each.get("length"):
             yield float(each["length"])

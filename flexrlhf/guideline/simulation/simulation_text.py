@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.costs.profiles import Accuracy
-from flexrlhf.guideline.simulation.compare import Comparison, Key, SpanComparison
+from flexrlhf.guideline.simulation.compare import Comparison, SpanComparison, SpanKey
 from flexrlhf.guideline.simulation.episode_prices import crowding
 from flexrlhf.guideline.simulation.generation_load import load_lines
 from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
@@ -302,7 +302,7 @@ def _compared(line: SpanComparison, width: int) -> str:
     return f"{line.kind:<7} {_shortened(line.label, width):<{width}} {cells}  {waits} {line.count:>6}"
 
 
-def _only(title: str, keys: Counter[Key]) -> Iterator[str]:
+def _only(title: str, keys: Counter[SpanKey]) -> Iterator[str]:
     if not keys:
         return
     yield f"  {title}: {keys.total()} spans"

@@ -27,7 +27,7 @@ ROWS = 50_000
 """Rows of all measured steps together, but for the bounds of ``NUM_STEPS``."""
 NUM_STEPS = (24, 96)
 """Fewest and most measured steps, where nothing else is given."""
-Side = Literal["inference", "training"]
+StepSide = Literal["inference", "training"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Variant:
     tokens: int | None
     seconds: float
     samples: float
-    sides: Mapping[Side, SideUse]
+    sides: Mapping[StepSide, SideUse]
     staleness: float
     generation: float
     training: float
@@ -121,9 +121,9 @@ class RoundTimes:
         priced = self.simulation.priced
         return lambda index, step: not priced[index].is_rare and priced[index].instruction.due(step, steps)
 
-    def _sides(self, idle: Sequence[float]) -> dict[Side, SideUse]:
+    def _sides(self, idle: Sequence[float]) -> dict[StepSide, SideUse]:
         """Return the use of each side, from the idle share of each block."""
-        plan, members = self.simulation.plan, dict[Side, list[tuple[int, float]]]()
+        plan, members = self.simulation.plan, dict[StepSide, list[tuple[int, float]]]()
         for ranks, share in zip(self.simulation.blocks, idle, strict=True):
             trains = any(model.trained for model in plan.placement.on_rank(ranks[0]))
             members.setdefault("training" if trains else "inference", []).extend((rank, share) for rank in ranks)
