@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexrlhf.comm.world import SINGLY, Waitable, posted
 
-Message = tuple[Tensor, int]
+TensorMessage = tuple[Tensor, int]
 """Memory that is sent or arrives, not empty, and the rank at the other end."""
 Begun = tuple[Waitable, tuple[int, ...]]
 """Messages under way, and the ranks at their other ends."""
@@ -38,7 +38,7 @@ class _Staged:
 
 
 def exchange(
-    sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup | None
+    sent: Sequence[TensorMessage], received: Sequence[TensorMessage], group: dist.ProcessGroup | None
 ) -> tuple[list[Begun], list[Begun]]:
     """Begin to send and to receive as one batch; return the messages that are then under way of both.
 
@@ -62,7 +62,7 @@ def exchange(
 
 
 def _staged(
-    sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup | None
+    sent: Sequence[TensorMessage], received: Sequence[TensorMessage], group: dist.ProcessGroup | None
 ) -> tuple[list[Begun], list[Begun]]:
     """Exchange copies in host memory."""
     away = [(tensor.cpu(), rank) for tensor, rank in sent]
@@ -77,7 +77,7 @@ def _staged(
 
 
 def _batch(
-    sent: Sequence[Message], received: Sequence[Message], group: dist.ProcessGroup | None
+    sent: Sequence[TensorMessage], received: Sequence[TensorMessage], group: dist.ProcessGroup | None
 ) -> Sequence[dist.Work]:
     """Begin one batch; return torch's handles: one for each message, or one for all together."""
     sends = [dist.P2POp(dist.isend, tensor, rank, group) for tensor, rank in sent]

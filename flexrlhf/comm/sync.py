@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.checksum import checksum
-from flexrlhf.comm.point_to_point import Begun, Message, exchange
+from flexrlhf.comm.point_to_point import Begun, TensorMessage, exchange
 from flexrlhf.comm.weights import TrainedValues, WeightGather, Weights, view_of
 from flexrlhf.comm.world import Wait
 from flexrlhf.config.spec import SyncSpec
@@ -89,7 +89,7 @@ class _Sending:
     """
 
     begun: Sequence[Begun]
-    sent: Sequence[Message]
+    sent: Sequence[TensorMessage]
     buffer: Tensor | None = None
 
     def finish(self, wait: Wait, pool: BufferPool) -> None:
@@ -217,7 +217,7 @@ class _Exchange:
 
     def _packed(
         self, bucket: RankBucket, values: TrainedValues | None, copy: Weights | None
-    ) -> tuple[list[Message], Tensor | None]:
+    ) -> tuple[list[TensorMessage], Tensor | None]:
         """Return the messages that ``bucket`` sends, of live weights or of parts of a buffer, and that buffer."""
         if not bucket.sends:
             return [], None
@@ -225,7 +225,7 @@ class _Exchange:
         while self._waits and len(self._sending) >= NUM_BUCKETS - 1:
             self._sending.popleft().finish(self._wait, self._pool)
         space = _Space(self._buffer(bucket.sends, self._most_sent))
-        sent: list[Message] = []
+        sent: list[TensorMessage] = []
         for message in bucket.sends:
             pieces: list[Tensor] = []
             origin = copied if message.is_sent_on else values
@@ -257,7 +257,7 @@ class _Exchange:
         return vector, pieces
 
     def _begin(
-        self, bucket: RankBucket, sent: list[Message], buffer: Tensor | None, copy: Weights | None
+        self, bucket: RankBucket, sent: list[TensorMessage], buffer: Tensor | None, copy: Weights | None
     ) -> _Arriving | None:
         """Begin to send ``sent``, and to receive the vectors of a bucket, as one batch; None if nothing arrives.
 
@@ -273,13 +273,13 @@ class _Exchange:
 
     def _received(
         self, bucket: RankBucket, space: _Space, copy: Weights | None
-    ) -> tuple[list[Message], list[tuple[Tensor, Regions]]]:
+    ) -> tuple[list[TensorMessage], list[tuple[Tensor, Regions]]]:
         """Return the vectors of ``bucket`` for this rank, and the ones outside of the copy, with their regions.
 
         Vectors of large contiguous regions are in the copy itself, unless it has another type than is sent, or is in
         use meanwhile (``copy`` is None).
         """
-        received: list[Message] = []
+        received: list[TensorMessage] = []
         packed: list[tuple[Tensor, Regions]] = []
         for message in bucket.receives:
             for regions in message.vectors:
@@ -337,7 +337,7 @@ class _Exchange:
             total = checksum([each.to(self._type(region)) for region, each in pairs])
             self._stored_sums[source].append((regions[0].name, total))
 
-    def _exchange_checksums(self, buckets: Sequence[RankBucket]) -> tuple[Sequence[Begun], list[Message]]:
+    def _exchange_checksums(self, buckets: Sequence[RankBucket]) -> tuple[Sequence[Begun], list[TensorMessage]]:
         """Send the checksums of sent messages, and begin to receive the checksums of the messages of ``buckets``."""
         sent = [(torch.stack(sums), rank) for rank, sums in self._sent_sums.items() if rank != self._plan.rank]
         expected = Counter(message.source for bucket in buckets for message in bucket.receives)
@@ -349,7 +349,7 @@ class _Exchange:
         self._sending.append(_Sending(sending, sent))
         return arriving, received
 
-    def _compare(self, arriving: Sequence[Begun], received: Sequence[Message]) -> None:
+    def _compare(self, arriving: Sequence[Begun], received: Sequence[TensorMessage]) -> None:
         """Await checksums. Raise ChecksumError if this rank stores something else than was sent."""
         plan = self._plan
         self._await(arriving)

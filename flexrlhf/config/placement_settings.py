@@ -103,7 +103,7 @@ def _written_ranks(ranks: tuple[int, ...]) -> list[int] | str:
     return f"{ranks[0]}-{ranks[-1]}" if is_run else list(ranks)
 
 
-Ranks = Annotated[
+WrittenRanks = Annotated[
     tuple[StrictInt, ...],
     BeforeValidator(_ranks, json_schema_input_type=tuple[int, ...] | str),
     PlainSerializer(_written_ranks),
@@ -114,7 +114,7 @@ class PlacementEntry(StrictModel):
     """Ranks of one placed model, in the mapping form."""
 
     ratio: Exact | None = Field(None, description="share of the devices, in (0, 1]; or ranks")
-    ranks: Ranks | None = Field(None, description="the ranks themselves, as a list or as 0-3; or ratio")
+    ranks: WrittenRanks | None = Field(None, description="the ranks themselves, as a list or as 0-3; or ratio")
     on: str | None = Field(None, description="device class; the ratio then counts devices of this class only")
     row_shares: tuple[Exact, ...] | None = Field(
         None, description="relative share of the rows for each replica; null: equal shares"

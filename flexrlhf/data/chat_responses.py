@@ -19,7 +19,7 @@ from flexrlhf.data.known_keys import REASONING
 from flexrlhf.data.messages import Chat, Message, is_assistant
 from flexrlhf.errors import UserError
 
-Span = tuple[int, int]
+ResponseSpan = tuple[int, int]
 _OPENING = re.compile(r"([<\[])([\w:]*(?:think|thought|reason)\w*)[>\]]\s*$", re.IGNORECASE)
 """A tag by which a prompt opens a thought."""
 _CLOSING = re.compile(r"[<\[]/([\w:]*(?:think|thought|reason)\w*)[>\]]", re.IGNORECASE)
@@ -43,7 +43,7 @@ class RenderedResponse:
 
     text: str
     prompt: int
-    spans: tuple[Span, ...]
+    spans: tuple[ResponseSpan, ...]
     remarks: tuple[str, ...] = ()
 
 
@@ -58,7 +58,7 @@ class _OwnTurn:
     """
 
     text: str
-    spans: tuple[Span, ...]
+    spans: tuple[ResponseSpan, ...]
     whole: str
     remark: str = ""
 
@@ -92,14 +92,14 @@ def _whole(template: ChatTemplate, turns: Sequence[Message], completion: Sequenc
     return None if None in spans else RenderedResponse(text, len(prompt), tuple(span for span in spans if span))
 
 
-def _rendered(template: ChatTemplate, messages: Sequence[Message]) -> tuple[str, list[Span] | None]:
+def _rendered(template: ChatTemplate, messages: Sequence[Message]) -> tuple[str, list[ResponseSpan] | None]:
     """Return a chat as text, and the ranges that the template marks; None if it marks none."""
     return template.marked(messages) if template.is_marked else (template.render(messages), None)
 
 
 def _prefix_spans(
     template: ChatTemplate, text: str, turns: Sequence[Message], completion: Sequence[Message]
-) -> Iterator[Span | None]:
+) -> Iterator[ResponseSpan | None]:
     """Yield the range of each assistant's turn by the prefix rule; None for one that does not follow it."""
     messages = (*turns, *completion)
     for number in range(len(turns), len(messages)):
@@ -109,7 +109,7 @@ def _prefix_spans(
             yield _with_end(template, text, len(begun), len(ended)) if is_prefix else None
 
 
-def _with_end(template: ChatTemplate, text: str, first: int, last: int) -> Span:
+def _with_end(template: ChatTemplate, text: str, first: int, last: int) -> ResponseSpan:
     """Return the range of a turn's characters up to the end of turns that was set, which may follow it."""
     end = template.end
     if not end or text.startswith(end, last) and not text.endswith(end, first, last):
@@ -138,7 +138,7 @@ def _by_turns(template: ChatTemplate, turns: Chat, completion: Chat) -> Rendered
     places = [place for place, message in enumerate(completion) if is_assistant(message)]
     if places[0] != 0:
         raise _changed(len(turns), template)
-    spans, remarks = list[Span](), list[str]()
+    spans, remarks = list[ResponseSpan](), list[str]()
     prompt = text = template.render(turns, generation=True)
     for place, following in zip(places, [*places[1:], None], strict=True):
         turn = _turn(template, (*turns, *completion[:place]), completion[place])

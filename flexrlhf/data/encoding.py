@@ -9,7 +9,7 @@ from typing import Protocol
 
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts
 from flexrlhf.data.chat_ends import EOS
-from flexrlhf.data.chat_responses import RenderedResponse, Span, render_response
+from flexrlhf.data.chat_responses import RenderedResponse, ResponseSpan, render_response
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.messages import Chat, is_assistant
 from flexrlhf.data.template_values import check_thoughts, check_written
@@ -214,7 +214,7 @@ class RowEncoder:
         )
 
 
-def _of_trained(spans: tuple[Span, ...], completion: Chat) -> tuple[Span, ...]:
+def _of_trained(spans: tuple[ResponseSpan, ...], completion: Chat) -> tuple[ResponseSpan, ...]:
     """Return the spans of the turns that are trained on, of one span for each turn of the assistant."""
     turns = [turn for turn in completion if is_assistant(turn)]
     if all(turn.is_trained for turn in turns):

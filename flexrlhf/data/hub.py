@@ -18,7 +18,7 @@ from flexrlhf.config.proxies import check_proxies, unreachable
 from flexrlhf.config.secrets import has_port, without_secrets
 from flexrlhf.errors import UserError
 
-Kind = Literal["model", "dataset"]
+HubKind = Literal["model", "dataset"]
 ENDPOINT = "HF_ENDPOINT"
 """Variable with the address of the Hub."""
 _NAME = re.compile(
@@ -57,7 +57,7 @@ def hub_name(text: str) -> HubName | None:
     return HubName(found["name"], found["revision"], tuple(found["parts"].split(":")[1:]))
 
 
-def cached_snapshot(name: HubName, kind: Kind) -> Path | None:
+def cached_snapshot(name: HubName, kind: HubKind) -> Path | None:
     """Return the directory of the cache with the files of ``name``; None if it has none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -68,7 +68,7 @@ def cached_snapshot(name: HubName, kind: Kind) -> Path | None:
         return None
 
 
-def download_snapshot(name: HubName, kind: Kind, key: str) -> Path:
+def download_snapshot(name: HubName, kind: HubKind, key: str) -> Path:
     """Download ``name`` into the cache, and return its directory there. ``key``: the setting, for the message."""
     endpoint = _endpoint()
     from huggingface_hub import constants, snapshot_download

@@ -20,11 +20,11 @@ MOST_LINES = 4
 LEAST_ROOM = 30
 """Columns that the definition of a metric needs next to its values."""
 NO_BREAK = "\N{NO-BREAK SPACE}"
-Sample = Mapping[str, Any]
+SampleRow = Mapping[str, Any]
 
 
 def format_summary(
-    name: str, directory: str, rows: Sequence[Mapping[str, float]], samples: Sequence[Sample], width: int = WIDEST
+    name: str, directory: str, rows: Sequence[Mapping[str, float]], samples: Sequence[SampleRow], width: int = WIDEST
 ) -> str:
     """Return steps, times, outcomes of rows, the main metrics and samples before and after, in ``width`` columns."""
     width = min(width, WIDEST)
@@ -69,12 +69,12 @@ def _defined(start: str, definition: str, width: int) -> list[str]:
     return [start + first, *(" " * len(start) + line for line in others)]
 
 
-def sample_pairs(samples: Sequence[Sample]) -> tuple[list[tuple[Sample, Sample]], bool]:
+def sample_pairs(samples: Sequence[SampleRow]) -> tuple[list[tuple[SampleRow, SampleRow]], bool]:
     """Return pairs of samples of the first and the last step, and whether each is of one prompt.
 
     Of evaluations if there are two, else of training; of one prompt if there are such. Without two steps there is none.
     """
-    found: list[tuple[Sample, Sample]] = []
+    found: list[tuple[SampleRow, SampleRow]] = []
     for rows in ("evaluation", "training"):
         kind = [sample for sample in samples if sample["rows"] == rows]
         steps = [sample["step"] for sample in kind]
@@ -89,7 +89,7 @@ def sample_pairs(samples: Sequence[Sample]) -> tuple[list[tuple[Sample, Sample]]
     return found[:MOST_SAMPLES], False
 
 
-def _samples(samples: Sequence[Sample], width: int) -> Iterator[str]:
+def _samples(samples: Sequence[SampleRow], width: int) -> Iterator[str]:
     """Yield samples of the first and the last step next to each other, or of the only step."""
     pairs, are_same = sample_pairs(samples)
     if not pairs:
@@ -107,7 +107,7 @@ def _samples(samples: Sequence[Sample], width: int) -> Iterator[str]:
         yield from _columns([_wrapped_response(sample, column) for sample in pair], column)
 
 
-def _title(sample: Sample) -> str:
+def _title(sample: SampleRow) -> str:
     """Return the rows of a sample, and when it was sampled."""
     if sample["rows"] != "evaluation":
         return f"{sample['rows']}, step {sample['step']}"
@@ -124,17 +124,17 @@ def _side_by_side(texts: Sequence[str], column: int) -> str:
     return f"  {texts[0]:<{column}} | {texts[1]}".rstrip()
 
 
-def _wrapped_prompt(sample: Sample, column: int) -> list[str]:
+def _wrapped_prompt(sample: SampleRow, column: int) -> list[str]:
     """Return a prompt in lines of a column, behind a mark."""
     return [f"{'  ' if index else '> '}{line}" for index, line in enumerate(_wrapped(sample["prompt"], column - 2))]
 
 
-def _wrapped_response(sample: Sample, column: int) -> list[str]:
+def _wrapped_response(sample: SampleRow, column: int) -> list[str]:
     """Return a response in lines of a column, with its score."""
     return _wrapped(f"{response_text(sample) or '(empty)'}{_score(sample)}", column)
 
 
-def response_text(sample: Sample) -> str:
+def response_text(sample: SampleRow) -> str:
     """Return a response on one line, the replies of an environment in brackets."""
     turns = sample.get("turns") or [{"role": "policy", "text": sample["response"]}]
     texts = [(turn["role"], " ".join(turn["text"].split())) for turn in turns]
@@ -146,12 +146,12 @@ def _wrapped(text: str, column: int) -> list[str]:
     return textwrap.wrap(shortened(text, MOST_LINES * column * 9 // 10), column)[: MOST_LINES + 1] or [""]
 
 
-def _sample_line(sample: Sample, width: int) -> str:
+def _sample_line(sample: SampleRow, width: int) -> str:
     score = _score(sample)
     prompt = shortened(sample["prompt"], width // 3)
     room = max(20, width - len(prompt) - len(score) - 6)
     return f"  {prompt} -> {shortened(response_text(sample), room)}{score}"
 
 
-def _score(sample: Sample) -> str:
+def _score(sample: SampleRow) -> str:
     return f"  (score {sample['score']:.4g})" if sample.get("score") is not None else ""

@@ -31,7 +31,7 @@ FLASH_HEAD_DIM = 256
 MASK_STRIDE = 8
 """Elements of which strides of a mask are multiples in the CUDA kernel for equal lengths: 16 bytes of 16-bit types."""
 
-Span = tuple[int, int]
+TokenSpan = tuple[int, int]
 """First token and number of tokens."""
 
 
@@ -66,8 +66,8 @@ class AttendedSpans:
     pins:     whether host memory is pinned that a GPU copies from.
     """
 
-    queries: tuple[Span, ...]
-    keys: tuple[Span, ...]
+    queries: tuple[TokenSpan, ...]
+    keys: tuple[TokenSpan, ...]
     causal: bool
     pins: bool = True
     _on_devices: dict[torch.device, _Offsets] = field(default_factory=dict, repr=False)
@@ -109,11 +109,11 @@ def copied_to(device: torch.device, values: Any, pins: bool) -> Any:
     return (values.pin_memory() if pins else values).to(device, non_blocking=True)
 
 
-def _ends(spans: Sequence[Span]) -> Tensor:
+def _ends(spans: Sequence[TokenSpan]) -> Tensor:
     return torch.tensor([0, *accumulate(length for _, length in spans)], dtype=torch.int32)
 
 
-def _places(spans: Sequence[Span], tokens: int) -> Tensor | None:
+def _places(spans: Sequence[TokenSpan], tokens: int) -> Tensor | None:
     """Return the places of all tokens of ``spans``, int64; None if these are all ``tokens``."""
     if sum(length for _, length in spans) == tokens:
         return None

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from flexrlhf.engines.attended_spans import AttendedSpans, Span, attended, gradients, joined
+from flexrlhf.engines.attended_spans import AttendedSpans, TokenSpan, attended, gradients, joined
 
 BY_SEQUENCES = "by_sequences"
 """Name of the attention function in transformers."""
@@ -45,7 +45,9 @@ class PassAttention:
     parts: tuple[AttendedSpans, ...]
 
     @classmethod
-    def of(cls, own: list[Span], responses: list[Span], prompts: list[Span], pins: bool = True) -> PassAttention:
+    def of(
+        cls, own: list[TokenSpan], responses: list[TokenSpan], prompts: list[TokenSpan], pins: bool = True
+    ) -> PassAttention:
         """Return the attention of sequences and of shared prompts.
 
         own:        sequences, prompts and responses that each attend causally to themselves.

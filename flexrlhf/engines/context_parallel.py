@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from flexrlhf.engines.attention import PassAttention, SharedAttention, attend
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.micro_batch import MicroBatch
-from flexrlhf.engines.ring_attention import Arrival, arrivals, ring_attention
+from flexrlhf.engines.ring_attention import ReachedSpans, arrivals, ring_attention
 from flexrlhf.engines.row_split import RowSplit
 from flexrlhf.memory.attention_bytes import repeated_heads
 
@@ -113,7 +113,7 @@ class Ring:
     towards:  attention of this rank's tokens to the keys of each rank, in the order in which these arrive.
     """
 
-    towards: tuple[Arrival, ...]
+    towards: tuple[ReachedSpans, ...]
     split: RowSplit
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexrlhf.engines.attended_spans import Span, copied_to
+from flexrlhf.engines.attended_spans import TokenSpan, copied_to
 from flexrlhf.engines.attention import PassAttention
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.batch_texts import BatchTexts, PassUnit
@@ -217,9 +217,9 @@ def _attended(each: PackedPass, units: Sequence[PassUnit], fills: bool, pins: bo
 
     fills: whether padding behind the sequences of a row is one more, for kernels that would skip places by copies.
     """
-    own: list[Span] = []
-    responses: list[Span] = []
-    prompts: list[Span] = []
+    own: list[TokenSpan] = []
+    responses: list[TokenSpan] = []
+    prompts: list[TokenSpan] = []
     for number, row in enumerate(each.rows):
         place = number * each.width
         for unit, index in row:

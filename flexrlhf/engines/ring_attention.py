@@ -21,14 +21,14 @@ from torch.autograd.function import once_differentiable
 from flexrlhf.comm.point_to_point import exchange
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import InOrder
-from flexrlhf.engines.attended_spans import NO_KEYS, AttendedSpans, Span, attended, gradients, joined
+from flexrlhf.engines.attended_spans import NO_KEYS, AttendedSpans, TokenSpan, attended, gradients, joined
 from flexrlhf.engines.row_split import RowSplit
 
-Arrival = tuple[AttendedSpans, ...]
+ReachedSpans = tuple[AttendedSpans, ...]
 """Attention of this rank's tokens to the keys of one rank, no query to a key twice."""
 
 
-def arrivals(parts: Sequence[AttendedSpans], split: RowSplit, width: int) -> tuple[Arrival, ...]:
+def arrivals(parts: Sequence[AttendedSpans], split: RowSplit, width: int) -> tuple[ReachedSpans, ...]:
     """Return the attention of this rank's tokens to the keys of each rank, in the order in which these arrive: its own
     come first.
 
@@ -43,7 +43,7 @@ def _towards(parts: Sequence[AttendedSpans], split: RowSplit, width: int, other:
     chunk = width // split.multiple
     own, their = split.chunks(split.index), split.chunks(other)
     for part in parts:
-        found: dict[tuple[int, int], list[tuple[Span, Span]]] = defaultdict(list)
+        found: dict[tuple[int, int], list[tuple[TokenSpan, TokenSpan]]] = defaultdict(list)
         for (query, queries), (key, keys) in zip(part.queries, part.keys, strict=True):
             row = query // width
             for first, of_query in enumerate(own):
@@ -60,14 +60,14 @@ def _towards(parts: Sequence[AttendedSpans], split: RowSplit, width: int, other:
             yield AttendedSpans(tuple(query for query, _ in pairs), tuple(key for _, key in pairs), causal, part.pins)
 
 
-def _common(span: Span, start: int, length: int) -> Span | None:
+def _common(span: TokenSpan, start: int, length: int) -> TokenSpan | None:
     """Return the tokens of a span inside a chunk, counted from its start; None: there are none."""
     first, end = max(span[0], start), min(span[0] + span[1], start + length)
     return (first - start, end - first) if first < end else None
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, towards: tuple[Arrival, ...], split: RowSplit, scale: float
+    query: Tensor, key: Tensor, value: Tensor, towards: tuple[ReachedSpans, ...], split: RowSplit, scale: float
 ) -> Tensor:
     """Return the attention (t, H, D) of this rank's queries over the keys and values of all ranks, of which ``key`` and
     ``value`` are its own; 0 for tokens of no sequence.
@@ -81,7 +81,13 @@ class _RingAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, towards: tuple[Arrival, ...], split: RowSplit, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        towards: tuple[ReachedSpans, ...],
+        split: RowSplit,
+        scale: float,
     ) -> Tensor:
         # float32, since it is rounded once for each rank
         whole = torch.zeros_like(query, dtype=torch.float32)

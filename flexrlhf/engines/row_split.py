@@ -10,8 +10,6 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup, Summed
 
-Columns = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class RowSplit:
@@ -40,7 +38,7 @@ class RowSplit:
         """Return the chunks, of ``multiple`` in a row, that part ``index`` has, ascending."""
         return (index, self.multiple - 1 - index) if self.is_zigzag else (index,)
 
-    def columns(self, width: int, index: int) -> Columns:
+    def columns(self, width: int, index: int) -> NDArray[np.int64]:
         """Return the columns of a row of ``width`` tokens that part ``index`` has, ascending."""
         return np.arange(width).reshape(self.multiple, -1)[list(self.chunks(index))].flatten()
 
@@ -51,7 +49,9 @@ class RowSplit:
         bounds = (prompts * each // self.num_parts for each in (self.index, self.index + 1))
         return slice(*(bound * samples for bound in bounds))
 
-    def part(self, width: int, predicting: Columns) -> tuple[Columns, Columns, Columns]:
+    def part(
+        self, width: int, predicting: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the columns of this rank's part, and of its tokens that predict response tokens the places in the
         flattened m x w, and their numbers in ``predicting``, the places of all of them in the flattened m x W.
         """

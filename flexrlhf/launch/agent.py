@@ -63,7 +63,7 @@ class _ForkedRanks(SubprocessContext):
         super()._close(death_sig, min(timeout, SHUTDOWN_SECONDS))
 
 
-Report = Callable[[Mapping[int, ProcessFailure]], list[Failure]]
+ReportFailures = Callable[[Mapping[int, ProcessFailure]], list[Failure]]
 """Records the failed ranks of this machine and returns their failures."""
 
 
@@ -80,7 +80,7 @@ class RankAgent(LocalElasticAgent):
         factory: RankFactory,
         directory: str,
         make_watch: Callable[[dist.Store], NodeWatch],
-        report: Report,
+        report: ReportFailures,
     ) -> None:
         """Start nothing yet.
 

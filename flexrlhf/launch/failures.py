@@ -22,8 +22,8 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.flight_log import Flight, FlightLogs
 from flexrlhf.trainer.flight_record import model_names
 
-Kind = Literal["killed", "user", "error", "node", "waited", "closed", "ended"]
-_ORDER: tuple[Kind, ...] = ("killed", "user", "error", "node", "waited", "closed", "ended")
+FailureKind = Literal["killed", "user", "error", "node", "waited", "closed", "ended"]
+_ORDER: tuple[FailureKind, ...] = ("killed", "user", "error", "node", "waited", "closed", "ended")
 """Kinds, most telling first: a rank that ended by itself before one that waited for it or that was ended."""
 _AGENT_SECONDS = 5.0
 """Time in which agents notice a killed rank; a SIGKILL of their own comes half a minute after the first failure."""
@@ -40,7 +40,7 @@ class Failure:
     time:      seconds since the epoch.
     """
 
-    kind: Kind
+    kind: FailureKind
     sentence: str
     time: float
 
@@ -133,16 +133,16 @@ class FailureReporter:
         return Failure(_kind_of_exit(failure, data), sentence, float(data.get("time", failure.timestamp)))
 
 
-def _kind(error: BaseException) -> Kind:
+def _kind(error: BaseException) -> FailureKind:
     if isinstance(error, DeadlineError):
         return "waited" if error.cause == "expired" else "closed"
     return "user" if isinstance(error, UserError) else "error"
 
 
-def _kind_of_exit(failure: ProcessFailure, data: Mapping[str, Any]) -> Kind:
+def _kind_of_exit(failure: ProcessFailure, data: Mapping[str, Any]) -> FailureKind:
     if failure.exitcode < 0:
         return "ended" if failure.exitcode == -signal.SIGTERM else "killed"
-    kind: Kind = data.get("kind", "error")
+    kind: FailureKind = data.get("kind", "error")
     return kind
 
 

@@ -36,7 +36,7 @@ from flexrlhf.launch.called_batch import CalledBatch, Metrics, named
 from flexrlhf.launch.session_connection import SessionRanks
 from flexrlhf.operators.graph import TrainPart, is_own
 from flexrlhf.placement.hosts import Hosts
-from flexrlhf.placement.protocols import Parts, Split, TransferProtocol
+from flexrlhf.placement.protocols import PromptParts, SplitPrompts, TransferProtocol
 from flexrlhf.plan.choice import planned
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import examples_of
@@ -179,7 +179,7 @@ class Session:
         raise UserError("session: it cannot be copied or sent to another process; make its calls in this one")
 
     def call(
-        self, operator: str, batch: CalledBatch, loss: str = "", protocol: Split | None = None
+        self, operator: str, batch: CalledBatch, loss: str = "", protocol: SplitPrompts | None = None
     ) -> CalledBatch | Metrics:
         """Call an operator on a batch or on some mini-batches of it, a training with an optimizer step for each.
 
@@ -232,7 +232,7 @@ class Session:
         return metrics
 
     def _call(
-        self, batch: CalledBatch, operator: str, loss: str, part: TrainPart | Literal[""] = "", parts: Parts = ()
+        self, batch: CalledBatch, operator: str, loss: str, part: TrainPart | Literal[""] = "", parts: PromptParts = ()
     ) -> CalledBatch | Metrics:
         if not isinstance(operator, str):
             raise UserError(f"session: an operator is called by its name, found {named(operator)}")
@@ -252,7 +252,7 @@ class Session:
             number = called.num_runs - 1
         return Metrics(self, batch, number) if run.operator.kind in ("train", *get_args(TrainPart)) else batch
 
-    def _parts(self, operator: str, batch: CalledBatch, protocol: Split) -> Parts:
+    def _parts(self, operator: str, batch: CalledBatch, protocol: SplitPrompts) -> PromptParts:
         """Return the prompts of each replica in the mini-batches of ``batch``. Raises UserError as a planned one."""
         called = batch.called.operator(OperatorCall(operator, batch.parts))
         replicas = self.plan.placement.layout_of(called).replica_sets

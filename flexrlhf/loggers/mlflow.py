@@ -15,7 +15,7 @@ from flexrlhf.config.output_settings import MlflowSpec
 from flexrlhf.config.proxies import proxy_of
 from flexrlhf.config.secrets import expanded_url, has_port, without_secrets
 from flexrlhf.errors import UserError
-from flexrlhf.runs.logger import LoggedRun, Row, Sample, numbers, sample_table
+from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, numbers, sample_table
 
 PORTS = {"http": 80, "https": 443}
 CONNECT_SECONDS = 10.0
@@ -88,7 +88,7 @@ class MlflowLogger:
         for some in [parameters[at : at + MOST_PARAMETERS] for at in range(0, len(parameters), MOST_PARAMETERS)]:
             self._client.log_batch(self.identifier, params=some)
 
-    def log_row(self, row: Row) -> None:
+    def log_row(self, row: MetricRow) -> None:
         """Log a row of metrics under its step."""
         from mlflow.entities import Metric
 
@@ -96,7 +96,7 @@ class MlflowLogger:
         metrics = [Metric(name, value, now, row["step"]) for name, value in numbers(row).items()]
         self._client.log_batch(self.identifier, metrics=metrics)
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
         """Log the samples of a step as a table, in the form of ``mlflow.log_table``."""
         columns, rows = sample_table(samples)
         self._client.log_dict(self.identifier, {"columns": columns, "data": rows}, f"samples/step-{step:06d}.json")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.output_settings import TensorBoardSpec
-from flexrlhf.runs.logger import LoggedRun, Row, Sample, numbers, sample_table
+from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, numbers, sample_table
 
 FOLDER = "tensorboard"
 
@@ -37,13 +37,13 @@ class TensorBoardLogger:
             # as code in Markdown
             self._writer.add_text("config", "\n".join(f"    {line}" for line in lines), 0)
 
-    def log_row(self, row: Row) -> None:
+    def log_row(self, row: MetricRow) -> None:
         """Log a row of metrics under its step."""
         for name, value in numbers(row).items():
             self._writer.add_scalar(name, value, row["step"])
         self._writer.flush()
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
         """Log the samples of a step as a table."""
         columns, rows = sample_table(samples)
         lines = [columns, ["---"] * len(columns)]

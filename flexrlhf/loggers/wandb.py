@@ -10,7 +10,7 @@ from uuid import uuid4
 from flexrlhf.config.output_settings import WandbSpec
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.errors import UserError
-from flexrlhf.runs.logger import LoggedRun, Row, Sample, numbers, sample_table
+from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, numbers, sample_table
 
 
 class WandbLogger:
@@ -66,11 +66,11 @@ class WandbLogger:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def log_row(self, row: Row) -> None:
+    def log_row(self, row: MetricRow) -> None:
         """Log a row of metrics under its step."""
         self._run.log({"step": row["step"], **numbers(row)})
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
         """Log the samples of a step as a table."""
         columns, rows = sample_table(samples)
         texts = [[value if value is None else str(value) for value in row] for row in rows]

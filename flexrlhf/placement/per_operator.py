@@ -27,7 +27,7 @@ from flexrlhf.placement.ratios import Roles, assign_ranks
 from flexrlhf.placement.rollout import rollout_settings, rollout_warnings
 
 Entries = Mapping[str, OperatorPlacement]
-Ranks = Mapping[str, tuple[int, ...]]
+RanksByOperator = Mapping[str, tuple[int, ...]]
 """Ranks of each operator."""
 
 
@@ -179,7 +179,7 @@ def _check_rollout(operator: PlacedOperator, entry: OperatorPlacement, spec: Spe
 
 
 def _check_shadows(
-    operators: Sequence[PlacedOperator], entries: Entries, ranks: Ranks, spec: Spec, roles: Roles
+    operators: Sequence[PlacedOperator], entries: Entries, ranks: RanksByOperator, spec: Spec, roles: Roles
 ) -> None:
     """Raise UserError for shadows that need the trained weights or the ranks of training, and for a role that computes
     with older weights in some operators alone."""

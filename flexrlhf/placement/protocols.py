@@ -27,13 +27,13 @@ Replicas = tuple[tuple[int, ...], ...]
 """Ranks of each replica."""
 Arguments = tuple[Replicas, range]
 """Arguments of a protocol."""
-Split = Callable[[Replicas, range], Sequence[Sequence[int]]]
+SplitPrompts = Callable[[Replicas, range], Sequence[Sequence[int]]]
 """Ranks of each replica and prompts → prompts of each replica."""
-Parts = tuple[tuple[int, ...], ...]
+PromptParts = tuple[tuple[int, ...], ...]
 """Prompts of each replica, ascending."""
 
 
-def _read(returned: Sequence[Sequence[int]], name: str) -> Parts:
+def _read(returned: Sequence[Sequence[int]], name: str) -> PromptParts:
     return tuple(tuple(sorted(_number(prompt, name) for prompt in part)) for part in returned)
 
 
@@ -49,9 +49,9 @@ class TransferProtocol:
     """A function of (replicas, prompts) that returns the prompts of each replica, with its ``name`` for messages."""
 
     name: str
-    function: Split
+    function: SplitPrompts
 
-    def parts(self, replicas: Replicas, prompts: range) -> Parts:
+    def parts(self, replicas: Replicas, prompts: range) -> PromptParts:
         """Return the prompts of each replica, the same ones every time.
 
         Raises UserError for a function that fails, or that does not give each of ``prompts`` to one replica.
@@ -65,10 +65,10 @@ class TransferProtocol:
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[Replicas, range], Parts]:
+    def _known(self) -> dict[tuple[Replicas, range], PromptParts]:
         return {}
 
-    def _check(self, replicas: Replicas, prompts: range, parts: Parts) -> None:
+    def _check(self, replicas: Replicas, prompts: range, parts: PromptParts) -> None:
         if len(parts) != len(replicas):
             raise UserError(
                 f"protocol {self.name}: expected a list of prompts for each of {len(replicas)} replicas, found "
@@ -103,7 +103,7 @@ def protocol_of(reference: str, expected: tuple[Arguments, ...], processes: int)
     Raises UserError for a function that fails, does not return, or returns other splits of the same arguments.
     """
 
-    def split(replicas: Replicas, prompts: range) -> Parts:
+    def split(replicas: Replicas, prompts: range) -> PromptParts:
         call = (replicas, prompts)
         keys = expected if call in expected else (call,)
         changed = changed_ns(reference.rpartition(":")[0])
@@ -113,7 +113,7 @@ def protocol_of(reference: str, expected: tuple[Arguments, ...], processes: int)
 
 
 @cache
-def _splits(reference: str, keys: tuple[Arguments, ...], processes: int, changed: int) -> list[Parts]:
+def _splits(reference: str, keys: tuple[Arguments, ...], processes: int, changed: int) -> list[PromptParts]:
     """Return the splits for all of ``keys``, once in a process: a run goes on with those that it began with.
 
     ``changed``: when the file was written.
@@ -133,7 +133,7 @@ def _splits(reference: str, keys: tuple[Arguments, ...], processes: int, changed
     return [tuple(map(tuple, parts)) for parts in found[0]]
 
 
-def _called(task: dict[str, Any]) -> list[list[Parts]]:
+def _called(task: dict[str, Any]) -> list[list[PromptParts]]:
     """Return the splits of each of three passes over the calls of ``task``."""
     function = load_function(task["reference"])
     calls = [(tuple(map(tuple, replicas)), range(*prompts)) for replicas, prompts in task["calls"]]

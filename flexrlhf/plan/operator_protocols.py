@@ -16,7 +16,7 @@ from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placement import Placement
-from flexrlhf.placement.protocols import Arguments, Parts, TransferProtocol, protocol_of
+from flexrlhf.placement.protocols import Arguments, PromptParts, TransferProtocol, protocol_of
 from flexrlhf.text import ranks_text
 
 PROTOCOLS = "algorithm.protocols"
@@ -65,7 +65,7 @@ def with_protocols(placement: Placement, graph: Graph, spec: Spec) -> Placement:
     return placed
 
 
-def own_splits(placement: Placement, batch: BatchShape) -> dict[str, list[Parts]]:
+def own_splits(placement: Placement, batch: BatchShape) -> dict[str, list[PromptParts]]:
     """Return the splits of each mini-batch by the functions of a user's, by operator."""
     return {
         name: [layout.protocol.parts(layout.replica_sets, batch.numbers(each)) for each in batch.mini_batches]

@@ -65,8 +65,6 @@ class NotApplicable:
 
 Score = float | list[float] | StepScores | NotApplicable | None
 """Score of one response by one source: a number, a number for each of its tokens or steps, or None without one."""
-Turn = Mapping[str, str]
-"""A message of a chat: its role and its content."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,8 @@ class Sample:
     columns: Mapping[str, Any]
     num_characters: Callable[[int], int] = field(default=lambda _: 0, compare=False)
     token_ids: Sequence[int] = ()
-    turns: Sequence[Turn] = ()
-    conversation: Sequence[Turn] = ()
+    turns: Sequence[Mapping[str, str]] = ()
+    conversation: Sequence[Mapping[str, str]] = ()
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from flexrlhf.rewards.replies import read_applicable, read_reply
 from flexrlhf.rewards.solutions import missing_solution, parsed_response, parsed_solution, unread_solution
 from flexrlhf.user_code.call_failures import CallFailure, Caught
 
-Form = Literal["texts", "by_name", "single", "queries"]
+CallForm = Literal["texts", "by_name", "single", "queries"]
 BY_NAME = ("completions", "completion_ids", "prompts")
 """Arguments of a function in TRL's form in addition to columns."""
 LEFT_OUT = ("prompt", "completion")
@@ -47,7 +47,7 @@ _PLACES = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _NAMES = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
-def form_of(signature: Signature) -> Form | None:
+def form_of(signature: Signature) -> CallForm | None:
     """Return the form of a function with ``signature``; None for neither."""
     names = {one.name for one in signature.parameters.values() if one.kind in _NAMES}
     if {"solution_str", "ground_truth"} <= names:
@@ -68,7 +68,7 @@ def by_place(signature: Signature) -> list[str]:
     return [one.name for one in signature.parameters.values() if one.kind in _PLACES]
 
 
-def required_columns(signature: Signature, form: Form) -> list[str]:
+def required_columns(signature: Signature, form: CallForm) -> list[str]:
     """Return the parameters without a default that are not texts."""
     given = {"by_name": BY_NAME, "single": ("solution_str", "extra_info"), "queries": QUERIES}
     texts = given.get(form) or by_place(signature)[:2]

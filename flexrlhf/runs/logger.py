@@ -12,9 +12,9 @@ from flexrlhf.config.plugins import load_plugin
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 
-Row = Mapping[str, Any]
+MetricRow = Mapping[str, Any]
 """Row of metrics.jsonl: numbers, and words such as the rollout engine."""
-Sample = Mapping[str, Any]
+LoggedSample = Mapping[str, Any]
 """Line of samples.jsonl."""
 SAMPLE_COLUMNS = ("step", "rows", "row", "prompt", "response", "length", "finished", "score", "cost")
 
@@ -61,22 +61,22 @@ class RunLogger(Protocol):
     def check(settings: Any) -> None:
         """Raise UserError if it could not begin on this machine."""
 
-    def log_row(self, row: Row) -> None:
+    def log_row(self, row: MetricRow) -> None:
         """Log a row of metrics under its step."""
 
-    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
         """Log the samples of a step as a table."""
 
     def finish(self, files: Sequence[Path], is_whole: bool) -> None:
         """Log ``files`` of the run as artifacts and end. ``is_whole``: whether all its steps are done."""
 
 
-def numbers(row: Row) -> dict[str, float]:
+def numbers(row: MetricRow) -> dict[str, float]:
     """Return the metrics of a row: everything but its step and words."""
     return {name: float(value) for name, value in row.items() if name != "step" and not isinstance(value, str)}
 
 
-def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
+def sample_table(samples: Sequence[LoggedSample]) -> tuple[list[str], list[list[Any]]]:
     """Return the columns that some sample has, and a row for each sample."""
     columns = [name for name in SAMPLE_COLUMNS if any(name in sample for sample in samples)]
     return columns, [[sample.get(name) for name in columns] for sample in samples]

@@ -13,7 +13,7 @@ STRICT = ConfigDict(strict=True)
 MOST = 2**53
 """Number up to which a float is exact."""
 Number = Annotated[int, Field(ge=-MOST, le=MOST)]
-Size = Annotated[int, Field(ge=0, le=MOST)]
+ByteCount = Annotated[int, Field(ge=0, le=MOST)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -43,7 +43,7 @@ class _SampleForm(_StepForm):
     prompt: NotRequired[str]
     response: NotRequired[str]
     turns: NotRequired[list[_TurnForm]]
-    length: NotRequired[Size | None]
+    length: NotRequired[ByteCount | None]
     finished: NotRequired[bool]
     score: NotRequired[float | None]
     cost: NotRequired[float | None]
@@ -65,10 +65,10 @@ class _CallForm(TypedDict):
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     operator: str
-    mini_batches: Annotated[list[Size], Field(min_length=2, max_length=2)]
+    mini_batches: Annotated[list[ByteCount], Field(min_length=2, max_length=2)]
     loss: str
     part: TrainPart | Literal[""]
-    parts: list[list[Size]]
+    parts: list[list[ByteCount]]
 
 
 class _CallsForm(_StepForm):
@@ -79,8 +79,8 @@ class _FactsForm(TypedDict, total=False):
     """Metadata of a timeline, of which pages show these."""
 
     device: str
-    peak_bytes: dict[Number, Size]
-    held_bytes: dict[Number, dict[str, dict[str, Size]]]
+    peak_bytes: dict[Number, ByteCount]
+    held_bytes: dict[Number, dict[str, dict[str, ByteCount]]]
 
 
 class _FailureForm(TypedDict):

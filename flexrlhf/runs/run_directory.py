@@ -28,7 +28,7 @@ from flexrlhf.runs.row_file import RowFile
 
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 """Errors of writing, which have no path where the file was open before."""
-State = Literal["running", "stopped", "finished"]
+StatusWord = Literal["running", "stopped", "finished"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunStatus:
                     yet
     """
 
-    state: State
+    state: StatusWord
     next_step: int
     steps: int
     start_seconds: float | None = None
@@ -118,7 +118,7 @@ class RunDirectory:
         except (OSError, ValueError):
             raise UserError(f"{self._status}: damaged; remove it") from None
 
-    def write_status(self, state: State, next_step: int, steps: int, start_seconds: float | None = None) -> None:
+    def write_status(self, state: StatusWord, next_step: int, steps: int, start_seconds: float | None = None) -> None:
         """Write ``status.json``, never in part. The arguments are the fields of ``RunStatus``."""
         self._write(RunStatus(state, next_step, steps, start_seconds))
 

@@ -27,9 +27,10 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from flexrlhf.config.reward_sources import Level
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.rewards.base import NotApplicable, Score, ScoreBatch, StepScores
-from flexrlhf.runs.served_scores import Level, ServedScores
+from flexrlhf.runs.served_scores import ServedScores
 from flexrlhf.runs.token_server import MOST_CONNECTIONS, Refused, TokenHandler, TokenServer, connection_room
 from flexrlhf.text import counted
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.reward_sources import FunctionSource
+from flexrlhf.config.reward_sources import FunctionSource, Level
 from flexrlhf.data.examples import Example
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.engines.models import load_model
@@ -28,8 +28,6 @@ from flexrlhf.rewards.worker_calls import call, load
 from flexrlhf.user_code.call_failures import CallFailed
 from flexrlhf.user_code.deadline import Deadline
 from flexrlhf.user_code.worker_process import LOAD_SECONDS, START_SECONDS, Worker, loaded
-
-Level = Literal["answer", "token", "step"]
 
 
 class ServedScores(Protocol):

@@ -17,7 +17,7 @@ from flexrlhf.operators.columns import Qualifier
 from flexrlhf.operators.graph import LOSSES, Graph, Operator, TrainPart, is_own
 from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placement import Placement
-from flexrlhf.placement.protocols import Parts, TransferProtocol
+from flexrlhf.placement.protocols import PromptParts, TransferProtocol
 from flexrlhf.strategies.instructions import Instruction, Run
 from flexrlhf.strategies.schedule import Builder, OperatorTask
 from flexrlhf.text import mini_batches_text
@@ -38,7 +38,7 @@ class OperatorCall:
     mini_batches: range
     loss: str = ""
     part: TrainPart | Literal[""] = ""
-    parts: Parts = ()
+    parts: PromptParts = ()
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> OperatorCall:

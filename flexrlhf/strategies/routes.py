@@ -15,11 +15,11 @@ from collections.abc import Iterable
 
 from flexrlhf.placement.transfer import Primitive, Transfer
 
-Holdings = dict[int, set[int]]
+PromptsByRank = dict[int, set[int]]
 """Prompts of one column, by rank."""
 
 
-def route(column: str, produced: Holdings, available: Holdings, needed: Holdings) -> list[Transfer]:
+def route(column: str, produced: PromptsByRank, available: PromptsByRank, needed: PromptsByRank) -> list[Transfer]:
     """Return transfers that bring each rank of ``needed`` the prompts that it lacks, from ranks that produced them.
 
     Of several producers (cp, tp and pp ranks of one replica produce the same rows) receivers take turns.
@@ -37,7 +37,7 @@ def route(column: str, produced: Holdings, available: Holdings, needed: Holdings
     return transfers
 
 
-def _owners(produced: Holdings) -> dict[int, list[int]]:
+def _owners(produced: PromptsByRank) -> dict[int, list[int]]:
     """Return the ranks that produced each prompt, in the order of ``produced``."""
     alike: dict[frozenset[int], list[int]] = defaultdict(list)
     for rank, prompts in produced.items():

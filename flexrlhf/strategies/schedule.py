@@ -32,7 +32,7 @@ from flexrlhf.strategies.instructions import (
     Save,
     Sync,
 )
-from flexrlhf.strategies.routes import Holdings, primitive_of, route
+from flexrlhf.strategies.routes import PromptsByRank, primitive_of, route
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,8 @@ class Builder:
     placement: Placement
     shape: BatchShape
     lag: int = 0
-    produced: dict[str, Holdings] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
-    available: dict[str, Holdings] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
+    produced: dict[str, PromptsByRank] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
+    available: dict[str, PromptsByRank] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
     known: dict[object, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def emit(self, tasks: list[OperatorTask]) -> list[Instruction]:
@@ -323,8 +323,8 @@ class Builder:
             return task.called
         return self.shape.mini_batches if task.chunk is None or task.is_attempt else self.shape.chunk(task.chunk)
 
-    def _needs(self, layouts: tuple[Layout, ...], writer: OperatorTask) -> Holdings:
-        needed: Holdings = defaultdict(set)
+    def _needs(self, layouts: tuple[Layout, ...], writer: OperatorTask) -> PromptsByRank:
+        needed: PromptsByRank = defaultdict(set)
         for layout in layouts:
             for rank, prompts in self._prompts(layout, self.mini_batches(writer), writer.attempt).items():
                 needed[rank].update(prompts)

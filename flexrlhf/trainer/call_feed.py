@@ -15,10 +15,10 @@ import torch.distributed as dist
 from flexrlhf.comm.store import second_connection
 from flexrlhf.comm.world import World
 
-Message = dict[str, Any]
+CallMessage = dict[str, Any]
 """Fields of a call; ``do`` names its kind."""
-WAIT: Message = {"do": "wait"}
-CLOSE: Message = {"do": "close"}
+WAIT: CallMessage = {"do": "wait"}
+CLOSE: CallMessage = {"do": "close"}
 WAITS = 4
 """Messages in the time of a deadline that tell the ranks to wait on, while the program computes."""
 
@@ -41,12 +41,12 @@ class CallFeed:
             self._thread = threading.Thread(target=self._receive, args=(self._program, store), daemon=True)
             self._thread.start()
 
-    def next(self) -> Message:
+    def next(self) -> CallMessage:
         """Wait for the next call of the program. Raises DeadlineError if rank 0 is lost."""
         while True:
             key, read = str(self._number), f"{self._number}/read"
             self._world.wait_for(self._store, {key: "rank 0"}, "the next call of the program", self._timeout)
-            message: Message = json.loads(self._store.get(key))
+            message: CallMessage = json.loads(self._store.get(key))
             self._number += 1
             # the last reader clears up
             if self._store.add(read, 1) == self._world.size:

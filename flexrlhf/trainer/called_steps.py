@@ -21,7 +21,7 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.runs.recorded_columns import RecordedColumns
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
-from flexrlhf.trainer.call_feed import CallFeed, Message
+from flexrlhf.trainer.call_feed import CallFeed, CallMessage
 from flexrlhf.trainer.execution import Execution
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import make_report
@@ -78,7 +78,7 @@ class CalledTrainer:
         self._is_open, self._states = False, dict(trainer.controllers.states)
         # position and run of each call of the step, and its message
         self._runs: list[tuple[int, Run]] = []
-        self._messages: list[Message] = []
+        self._messages: list[CallMessage] = []
         if rank.rank == 0:
             # of a program that was killed in the middle of a step
             RecordedColumns(rank.directory.path).remove(next_step)
@@ -166,7 +166,7 @@ class CalledTrainer:
             self._trainer.execute(Execution(position, self._next_step, instruction))
         return position
 
-    def _end(self, message: Message) -> None:
+    def _end(self, message: CallMessage) -> None:
         """End a step: account for its rows, then sync, evaluate and save as the plan does after its last training."""
         step = self._next_step
         self._leave_out(step)

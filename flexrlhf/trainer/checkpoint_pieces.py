@@ -90,13 +90,13 @@ def part_of(tensor: StateTensor, parts: Parts, name: str) -> Part:
     return part if tensor.flat is None else replace(part, flat=tensor.flat)
 
 
-RowFile = dict[str, Tensor]
+RowTensors = dict[str, Tensor]
 """``<step>/<column>`` → values, and ``<step>/<column>/rows`` → their row numbers, int64."""
 
 
-def columns_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> RowFile:
+def columns_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> RowTensors:
     """Return the columns that operators on ``rank`` have written for steps in flight."""
-    file: RowFile = {}
+    file: RowTensors = {}
     for step in _steps_with_rows(plan, rows, next_step):
         written: dict[str, set[int]] = defaultdict(set)
         for run in _generating_runs(plan, rank):

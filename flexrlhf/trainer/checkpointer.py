@@ -24,7 +24,7 @@ from flexrlhf.runs.manifest import Progress
 from flexrlhf.runs.tensor_files import Piece, write_rank_files
 from flexrlhf.trainer.checkpoint_pieces import (
     HostCopies,
-    RowFile,
+    RowTensors,
     columns_in_flight,
     follower_pieces,
     trained_pieces,
@@ -227,7 +227,7 @@ def _united(mappings: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
 def _write_files(
     directory: Path,
     pieces: Mapping[str, Mapping[str, Piece]],
-    rows: RowFile,
+    rows: RowTensors,
     configs: Mapping[str, str],
     context: RankContext,
 ) -> dict[str, FileEntry]:

@@ -22,7 +22,7 @@ from flexrlhf.strategies.instructions import Run
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 from flexrlhf.trainer.prompt_attempts import LEFT_OUT, TAKEN, next_taken
 
-State = dict[str, float]
+ControllerState = dict[str, float]
 """Name → value."""
 LEAST_LOGARITHM = -20.0
 """Lower bound of the logarithm of a multiplier, so that one which has decreased for long can increase again."""
@@ -40,7 +40,7 @@ class Controllers(Observer):
         algorithm, self._shape = plan.spec.algorithm, plan.batch
         self._algorithm = algorithm
         self._max_failed_steps = plan.spec.guards.max_failed_steps
-        self.states: dict[str, State] = {}
+        self.states: dict[str, ControllerState] = {}
         """Values by operator."""
         if isinstance(algorithm, PolicySpec):
             controlled = [operator for operator in plan.graph.operators if operator.is_controlled]
@@ -52,12 +52,12 @@ class Controllers(Observer):
         self._statistics: dict[str, dict[str, Triple]] = {}
         self._run_here: set[str] = set()
 
-    def state(self, operator: Operator) -> State:
+    def state(self, operator: Operator) -> ControllerState:
         """Return the values after the last step; none for an operator without controller."""
         return self.states.get(operator.name, {})
 
     @property
-    def changed(self) -> dict[str, State]:
+    def changed(self) -> dict[str, ControllerState]:
         """Values of the operators that run on this rank, once they have run."""
         return {name: self.states[name] for name in sorted(self._run_here)}
 
@@ -102,14 +102,14 @@ class Controllers(Observer):
             )
 
 
-def first_state(spec: PolicySpec) -> State:
+def first_state(spec: PolicySpec) -> ControllerState:
     """Return the values before the first step."""
     coefficient = 0.0 if spec.kl is None else spec.kl.coefficient
     multiplier = {"lagrange": spec.lagrange.initial} if isinstance(spec, SafeRlhfSpec) else {}
     return {"kl_coefficient": coefficient, **multiplier, **_score_statistics(0.0, 0.0, 0.0), "failed_steps": 0.0}
 
 
-def next_state(spec: PolicySpec, state: State, statistics: Mapping[str, Triple]) -> State:
+def next_state(spec: PolicySpec, state: ControllerState, statistics: Mapping[str, Triple]) -> ControllerState:
     """Return the values after a step. ``statistics``: of its combine, summed over all rows."""
     fresh = dict(state)
     measured = "kl_response_mean" if "kl_response_mean" in statistics else "kl"
@@ -156,7 +156,7 @@ def _ascended_multiplier(spec: LagrangeSpec, multiplier: float, costs: Triple) -
     return math.exp(max(min(logarithm, largest), LEAST_LOGARITHM))
 
 
-def _with_scores(state: State, scores: Triple) -> State:
+def _with_scores(state: ControllerState, scores: Triple) -> ControllerState:
     """Return the running mean and deviation with a step's scores added (Chan et al. 1979)."""
     count, total, squares = scores
     if not count:
@@ -168,7 +168,7 @@ def _with_scores(state: State, scores: Triple) -> State:
     return _score_statistics(both, state["score_mean"] + (mean - state["score_mean"]) * count / both, spread)
 
 
-def _score_statistics(count: float, mean: float, spread: float) -> State:
+def _score_statistics(count: float, mean: float, spread: float) -> ControllerState:
     """Return the running statistics. ``spread``: sum of squared deviations.
 
     The deviation of equal scores, or of a single one, is 1.

@@ -18,8 +18,8 @@ from flexrlhf.text import bytes_text, counted
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.loaded_models import LoadedModel
 
-Models = Mapping[ModelName, LoadedModel]
-Report = Callable[[str, Models], None]
+ModelsOnRank = Mapping[ModelName, LoadedModel]
+ReportMemory = Callable[[str, ModelsOnRank], None]
 _ALLOCATOR_SETTINGS, _EXPANDABLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments"
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -101,7 +101,7 @@ class PeakMemory(Observer):
     report:  receives a moment for which memory in use is compared with the planned one, and the models.
     """
 
-    def __init__(self, meter: MemoryMeter, models: Models, report: Report) -> None:
+    def __init__(self, meter: MemoryMeter, models: ModelsOnRank, report: ReportMemory) -> None:
         self._meter, self._models, self._report = meter, models, report
         self._asleep: set[ModelName] = set()
 

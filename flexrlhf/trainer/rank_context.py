@@ -19,7 +19,7 @@ from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_turns import EnvironmentCaller, make_environment_caller, open_log
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.loaded_models import LoadedModel, load_models
-from flexrlhf.trainer.memory_meter import MemoryMeter, Models, Report, connected_memory, memory_in_use
+from flexrlhf.trainer.memory_meter import MemoryMeter, ModelsOnRank, ReportMemory, connected_memory, memory_in_use
 from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.trainer.text_operators import ExternalScorers, make_external_scorers
 
@@ -65,7 +65,7 @@ class RankContext:
     read_reply: ReadReply | None
     environments: EnvironmentCaller | None
     start_bytes: dict[str, int]
-    report_memory: Report
+    report_memory: ReportMemory
 
     @property
     def rank(self) -> int:
@@ -127,7 +127,7 @@ def open_rank(
     if world.rank == 0 and (found := meter.in_use()) is not None:
         send(Note(plan.spec.name, connected_memory(plan, world.rank, *found)))
 
-    def report(moment: str, loaded: Models) -> None:
+    def report(moment: str, loaded: ModelsOnRank) -> None:
         if world.rank == 0 and (found := meter.in_use()) is not None:
             here = {name: not (each.is_offloaded or each.is_released) for name, each in loaded.items()}
             send(Note(plan.spec.name, memory_in_use(plan, world.rank, moment, here, *found)))

@@ -22,9 +22,9 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Instruction, Run, Save
 from flexrlhf.strategies.schedule import RunStart
 from flexrlhf.trainer.execution import Execution, Observer
-from flexrlhf.trainer.samples import Part
+from flexrlhf.trainer.samples import SamplePart
 
-Report = dict[str, Any]
+OperatorReport = dict[str, Any]
 """``statistics`` of an operator, ``labels``: words for the row of metrics, ``samples``: parts of samples, ``outcomes``:
 rows by outcome, ``positions``: prompts of an attempt and their places in the order of the data."""
 
@@ -32,10 +32,10 @@ rows by outcome, ``positions``: prompts of an attempt and their places in the or
 def make_report(
     statistics: Mapping[str, Triple] | None = None,
     labels: Mapping[str, str] | None = None,
-    samples: Sequence[Part] = (),
+    samples: Sequence[SamplePart] = (),
     outcomes: Mapping[str, Sequence[int]] | None = None,
     positions: Iterable[tuple[int, int]] = (),
-) -> Report:
+) -> OperatorReport:
     """Return the report of an operator; without arguments an empty one."""
     return {
         "statistics": dict(statistics or {}),
@@ -93,7 +93,7 @@ class Recorder(Observer):
         self._num_readers = sum(len(save.ranks) for save in chosen)
         self.best: dict[str, float] = {}
         """Best metric of the evaluations so far, by model."""
-        self._in_flight: dict[int, dict[str, Report]] = defaultdict(dict)
+        self._in_flight: dict[int, dict[str, OperatorReport]] = defaultdict(dict)
 
     def computed(self, execution: Execution) -> None:
         """Sum the statistics of an operator over its model's data-parallel group; the model's first rank publishes.
@@ -113,7 +113,7 @@ class Recorder(Observer):
             report = make_report(execution.statistics, labels, execution.samples, execution.outcomes, taken)
             self.publish(execution.step, execution.position, report, execution.inner)
 
-    def publish(self, step: int, position: int, report: Report, inner: int | None = None) -> None:
+    def publish(self, step: int, position: int, report: OperatorReport, inner: int | None = None) -> None:
         """Publish the report of the instruction at ``position`` of the walk.
 
         ``inner``: index in the list of an Eval, for an instruction there.
@@ -125,7 +125,7 @@ class Recorder(Observer):
         if inner is None and self.plan.schedule.lag:
             self._keep(step, position, report)
 
-    def _keep(self, step: int, position: int, report: Report) -> None:
+    def _keep(self, step: int, position: int, report: OperatorReport) -> None:
         """Keep a report of a step that is in flight when a checkpoint is written, summed over chunks."""
         run = self.plan.schedule.instructions[position % len(self.plan.schedule.instructions)]
         assert isinstance(run, Run), "only runs report outside evaluations"
@@ -135,13 +135,15 @@ class Recorder(Observer):
         kept["samples"] += report["samples"]
         kept["positions"] += report["positions"]
 
-    def reports_from(self, step: int) -> dict[int, dict[str, Report]]:
+    def reports_from(self, step: int) -> dict[int, dict[str, OperatorReport]]:
         """Return the reports that this rank has published from ``step`` on, by operator; earlier ones are forgotten."""
         for old in [each for each in self._in_flight if each < step]:
             del self._in_flight[old]
         return dict(self._in_flight)
 
-    def restore(self, reports: Mapping[str, Mapping[str, Report]], best: Mapping[str, float], start: RunStart) -> None:
+    def restore(
+        self, reports: Mapping[str, Mapping[str, OperatorReport]], best: Mapping[str, float], start: RunStart
+    ) -> None:
         """Publish reports of steps in flight again, and set the best metrics.
 
         An operator's report is that of its first chunk; further chunks report nothing.

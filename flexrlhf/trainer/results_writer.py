@@ -27,7 +27,7 @@ from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder, Steps
 from flexrlhf.trainer.reply_times import ReplyTimes
 from flexrlhf.trainer.row_ledger import CARRIED
-from flexrlhf.trainer.samples import Part, merged_samples, sample_lines
+from flexrlhf.trainer.samples import SamplePart, merged_samples, sample_lines
 from flexrlhf.trainer.step_rows import prompt_numbers
 from flexrlhf.trainer.step_warnings import StepWarnings
 from flexrlhf.trainer.work_time import WorkTime, time_statistics
@@ -100,7 +100,7 @@ class ResultsWriter(Observer):
         total: dict[str, Triple] = {}
         labels: dict[str, str] = {}
         reporters: dict[str, str] = {}
-        parts: list[Part] = []
+        parts: list[SamplePart] = []
         outcomes: dict[str, list[int]] = defaultdict(list)
         positions: dict[int, int] = {}
         for key, reporter in self.recorder.keys(step).items():

@@ -23,9 +23,9 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.episode_rows import parts_of
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
 
-Rows = Literal["training", "evaluation"]
-ORDER: tuple[Rows, ...] = ("training", "evaluation")
-Part = dict[str, Any]
+SampleOrigin = Literal["training", "evaluation"]
+ORDER: tuple[SampleOrigin, ...] = ("training", "evaluation")
+SamplePart = dict[str, Any]
 """Fields of one sample, among them ``rows`` and ``row``; the others are those that one operator reports."""
 FIELDS = (
     *("rows", "step", "row", "weights_version", "prompt", "response", "turns"),
@@ -51,7 +51,7 @@ class ResponseTexts:
     text: Callable[[Sequence[int]], str]
     read_reply: ReadReply | None = None
 
-    def parts(self, values: Mapping[str, Tensor]) -> list[Part]:
+    def parts(self, values: Mapping[str, Tensor]) -> list[SamplePart]:
         """Return prompt, response, length, finish and weights version of each row; nothing of one without a prompt."""
         tokens, mask = values["tokens"].long(), values["response_mask"].bool()
         width = tokens.shape[1] - mask.shape[1]
@@ -115,7 +115,9 @@ def sample_rows(shape: BatchShape, count: int) -> tuple[int, ...]:
     return tuple(shape.place_of(row, age) for row in rows for age in range(shape.segments))
 
 
-def collect_samples(run: OperatorRun, store: RowStore, rows: Rows, count: int, texts: ResponseTexts) -> list[Part]:
+def collect_samples(
+    run: OperatorRun, store: RowStore, rows: SampleOrigin, count: int, texts: ResponseTexts
+) -> list[SamplePart]:
     """Return what ``run`` has written of the sampled rows: responses, or scores.
 
     Every rank of the model calls this; the first one receives the parts, all others none.
@@ -139,9 +141,9 @@ def collect_samples(run: OperatorRun, store: RowStore, rows: Rows, count: int, t
     return [{"rows": rows, "row": row, **part} for row, part, is_present in found if part and is_present]
 
 
-def merged_samples(step: int, parts: Iterable[Part]) -> list[dict[str, Any]]:
+def merged_samples(step: int, parts: Iterable[SamplePart]) -> list[dict[str, Any]]:
     """Return the samples of ``step``, each from the parts that operators have reported, in the order of their rows."""
-    merged: dict[tuple[Rows, int], Part] = {}
+    merged: dict[tuple[SampleOrigin, int], SamplePart] = {}
     for part in parts:
         merged.setdefault((part["rows"], part["row"]), {"step": step}).update(part)
     # of rows in flight when a run went on with another number of samples one operator has reported alone
@@ -169,7 +171,7 @@ def _gathered(run: OperatorRun, store: RowStore, chosen: Sequence[int], columns:
     return dict(zip(columns, run.model.dp.sum(table).cpu().split(widths, dim=1), strict=True))
 
 
-def _scores(values: Mapping[str, Tensor]) -> list[Part]:
+def _scores(values: Mapping[str, Tensor]) -> list[SamplePart]:
     """Return the scores of each row with six digits; one that is no finite number is null."""
     numbers = {SCORES[name]: column[:, 0].tolist() for name, column in values.items()}
     rows = zip(*numbers.values(), strict=True)

@@ -31,7 +31,7 @@ from flexrlhf.trainer.episode_rows import parts_of
 from flexrlhf.trainer.loaded_models import LoadedModel
 
 _DTYPES = {"scores": torch.float32, "token_scores": torch.float32, STEP_ENDS: torch.uint8}
-Decode = Callable[[Sequence[int]], str]
+DecodeTokens = Callable[[Sequence[int]], str]
 """Tokens of a response to the text that scores read."""
 
 
@@ -41,7 +41,7 @@ class ExternalScorers:
     def __init__(
         self,
         scorers: Mapping[str, Scorer],
-        decode: Decode,
+        decode: DecodeTokens,
         separators: Mapping[str, Mapping[str, str]] | None = None,
         read_reply: ReadReply | None = None,
     ) -> None:
@@ -138,7 +138,7 @@ class ExternalScorers:
 
 
 def make_external_scorers(
-    graph: Graph, spec: Spec, decode: Decode, read_reply: ReadReply | None = None
+    graph: Graph, spec: Spec, decode: DecodeTokens, read_reply: ReadReply | None = None
 ) -> ExternalScorers:
     """Make the scorers of the sections that operators of ``graph`` call. ``read_reply``: as of ExternalScorers."""
     called = {operator.function for operator in (*graph.operators, *graph.evaluation) if operator.kind == "score"}
@@ -159,12 +159,12 @@ def make_external_scorers(
     return ExternalScorers(scorers, decode, separators, read_reply)
 
 
-def _length(decode: Decode, turns: Sequence[Sequence[int]], count: int) -> int:
+def _length(decode: DecodeTokens, turns: Sequence[Sequence[int]], count: int) -> int:
     """Return the characters of the text of the first ``count`` tokens of ``turns``."""
     return len(_joined(decode, turns, count))
 
 
-def _joined(decode: Decode, turns: Sequence[Sequence[int]], count: int) -> str:
+def _joined(decode: DecodeTokens, turns: Sequence[Sequence[int]], count: int) -> str:
     """Return the text of the first ``count`` tokens of ``turns``."""
     texts = []
     for turn in turns:
@@ -203,7 +203,7 @@ def make_text_encoders(plan: Plan, models: Mapping[ModelName, LoadedModel]) -> d
 
 
 def retokenized(
-    operator: Operator, batch: Batch, examples: Sequence[Example], encoder: TextEncoder, decode: Decode
+    operator: Operator, batch: Batch, examples: Sequence[Example], encoder: TextEncoder, decode: DecodeTokens
 ) -> tuple[Columns, Moments]:
     """Return the columns that ``operator`` writes, left-padded, and the share of sequences that were cut off.
 
@@ -242,7 +242,7 @@ def _masked(tokens: Tensor, mask: Tensor) -> list[int]:
     return found
 
 
-def _response(tokens: Sequence[int], prompt: Sequence[int], decode: Decode) -> str:
+def _response(tokens: Sequence[int], prompt: Sequence[int], decode: DecodeTokens) -> str:
     """Return a response as text, as it stands behind ``prompt``: some tokenizers drop a space in front of a text."""
     before, both = decode(prompt), decode([*prompt, *tokens])
     return both[len(before) :] if both.startswith(before) else decode(tokens)

@@ -26,7 +26,6 @@ from flexrlhf.verify.comparison_text import format_table, format_tie, format_ver
 from flexrlhf.verify.deviations import BITWISE, Deviation, Limits, Tie, limits_for
 
 Print = Callable[[str], None]
-RecordedColumns = Mapping[str, RecordedColumn]
 SAMPLED = ("rollout_logprobs", "logprobs")
 """Columns with the log-probs of sampled tokens, the nearest to the distribution that they were sampled from first."""
 
@@ -108,7 +107,9 @@ def _report(verdict: Verdict, runs: tuple[RecordedRun, RecordedRun]) -> Sequence
     return [*lines, "", *format_verdict(verdict.deviations, runs, verdict.limits)]
 
 
-def find_tie(first: RecordedColumns, second: RecordedColumns, plan: Plan, step: int, limit: float) -> Tie | None:
+def find_tie(
+    first: Mapping[str, RecordedColumn], second: Mapping[str, RecordedColumn], plan: Plan, step: int, limit: float
+) -> Tie | None:
     """Return the tie where every response that differs parts at a token whose margin is at most ``limit``."""
     tokens = [run.get("tokens") for run in (first, second)]
     sampled = [next((run[name] for name in SAMPLED if name in run), None) for run in (first, second)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-Shape = tuple[int, ...]
 FUSED, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 """Ends of the names of a layer's two tensors: gate and up, one behind the other, and down."""
 OF_EXPERTS = (FUSED, DOWN, f"{FUSED}_bias", f"{DOWN}_bias")
@@ -35,7 +34,7 @@ class FilePiece:
     """
 
     name: str
-    shape: Shape
+    shape: tuple[int, ...]
     box: tuple[range, ...]
 
 
@@ -44,7 +43,7 @@ def is_router_bias(name: str) -> bool:
     return name.endswith(ROUTER_BIAS)
 
 
-def file_pieces(family: str, name: str, shape: Shape) -> Iterator[FilePiece]:
+def file_pieces(family: str, name: str, shape: tuple[int, ...]) -> Iterator[FilePiece]:
     """Yield the tensors that a parameter is in files, which together are all of it."""
     stored = name.replace(*MIXTRAL_BLOCK) if family == "mixtral" else name
     gate, up, down = _MATRICES_OF.get(family, _MATRICES)
@@ -61,6 +60,6 @@ def file_pieces(family: str, name: str, shape: Shape) -> Iterator[FilePiece]:
             yield FilePiece(f"{prefix}.{expert}.{matrix}.weight", (len(rows), shape[2]), box)
 
 
-def file_shapes(family: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+def file_shapes(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors in files of a model with the parameters ``shapes``, by name."""
     return {piece.name: piece.shape for name, shape in shapes.items() for piece in file_pieces(family, name, shape)}

@@ -41,8 +41,6 @@ _LONGEST_HEADER = 100_000_000
 """Most bytes of a header that safetensors itself reads."""
 _POINTER = b"version https://git-lfs"
 
-Shape = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -54,7 +52,7 @@ class StoredTensor:
     start:  place of its first byte in the file.
     """
 
-    shape: Shape
+    shape: tuple[int, ...]
     dtype: str
     file: Path
     start: int
@@ -218,7 +216,7 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 def check_stored(
     key: str,
     stored: Mapping[str, StoredTensor],
-    expected: Mapping[str, Shape],
+    expected: Mapping[str, tuple[int, ...]],
     optional: Collection[str] = (),
     by: str = "its config.json",
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from flexrlhf.errors import UserError, some_of
 from flexrlhf.weights.adapter_files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from flexrlhf.weights.loading import one_sentence_errors
-from flexrlhf.weights.model_files import SCALAR_HEAD, Shape, check_stored, read_header
+from flexrlhf.weights.model_files import SCALAR_HEAD, check_stored, read_header
 
 BY_WEIGHTS = ("pissa", "olora", "orthogonal")
 """Beginnings of ``init_lora_weights`` with which peft begins from the weights, and changes them."""
@@ -74,7 +74,7 @@ def check_loaded(key: str, adapted: Any, directory: str) -> None:
         )
 
 
-def _shapes(tensors: Mapping[str, Any]) -> dict[str, Shape]:
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from flexrlhf.config.model_settings import Dtype
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.expert_files import Shape, file_pieces, is_router_bias
+from flexrlhf.weights.expert_files import file_pieces, is_router_bias
 from flexrlhf.weights.model_files import SINGLE
 from flexrlhf.weights.shapes import ModelShape
 from flexrlhf.weights.shards import Part, Parts, is_of_experts, make_buckets, trained_parts, whole
@@ -63,7 +63,7 @@ def split_files(sizes: Mapping[str, int], shard_bytes: float) -> dict[str, list[
 
 
 def saved_files(
-    family: str, shapes: Mapping[str, Shape], item_bytes: int, bucket_bytes: int, shard_bytes: float
+    family: str, shapes: Mapping[str, tuple[int, ...]], item_bytes: int, bucket_bytes: int, shard_bytes: float
 ) -> list[SavedFile]:
     """Return the files of a model with the parameters ``shapes``, of at most ``shard_bytes``.
 
@@ -89,7 +89,7 @@ def saved_item(name: str, item_bytes: int) -> int:
 
 
 def _saved_buckets(
-    shapes: Mapping[str, Shape], rows: Mapping[str, range], item_bytes: int, bucket_bytes: int
+    shapes: Mapping[str, tuple[int, ...]], rows: Mapping[str, range], item_bytes: int, bucket_bytes: int
 ) -> Iterator[SavedBucket]:
     """Yield the buckets of the parameters of ``rows``, in the order of their names: whole ones in at most
     ``bucket_bytes``, or one that is larger; experts that are larger a few at a time, since a layer's may be most of a

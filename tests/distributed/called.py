@@ -25,7 +25,7 @@ from flexrlhf.config.code_loading import load_function
 from flexrlhf.data.files import Row, read_rows
 from flexrlhf.data.order import step_indices
 from flexrlhf.launch.session import CalledBatch
-from flexrlhf.placement.protocols import Split
+from flexrlhf.placement.protocols import SplitPrompts
 
 PRIMITIVES = Path(__file__).parents[2] / "configs" / "primitives.py"
 
@@ -87,7 +87,7 @@ def rows_of(run: Session) -> Iterator[list[Row]]:
         yield [rows[index] for index in step_indices(spec.seed, step, run.plan.batch.num_prompts, len(rows))]
 
 
-def by_length(run: Session, batch: CalledBatch) -> Split:
+def by_length(run: Session, batch: CalledBatch) -> SplitPrompts:
     """Split prompts so that each replica has about as many tokens of responses."""
     lengths = batch["response_mask"].sum(1).view(-1, run.plan.batch.samples_per_prompt).sum(1).tolist()
 

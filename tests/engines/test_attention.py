@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flexrlhf.engines import attended_spans
-from flexrlhf.engines.attended_spans import Span, has_flash
+from flexrlhf.engines.attended_spans import TokenSpan, has_flash
 from flexrlhf.engines.attention import PassAttention, attend
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.slots import ATTENTION
@@ -29,7 +29,7 @@ LENGTHS = {
 }
 
 
-def spans(lengths: tuple[int, ...]) -> list[Span]:
+def spans(lengths: tuple[int, ...]) -> list[TokenSpan]:
     """Sequences one behind the other."""
     return [(sum(lengths[:number]), length) for number, length in enumerate(lengths)]
 

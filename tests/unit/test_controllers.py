@@ -20,14 +20,14 @@ from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Triple
 from flexrlhf.objectives.reward_shaping import shape_rewards
 from flexrlhf.strategies.instructions import Run
-from flexrlhf.trainer.controllers import Controllers, State, first_state, next_state
+from flexrlhf.trainer.controllers import Controllers, ControllerState, first_state, next_state
 
 
 def triple(values: list[float]) -> Triple:
     return float(len(values)), sum(values), sum(value * value for value in values)
 
 
-def after(spec: PpoSpec, state: State | None = None, **values: list[float]) -> State:
+def after(spec: PpoSpec, state: ControllerState | None = None, **values: list[float]) -> ControllerState:
     statistics = {name: triple(numbers) for name, numbers in values.items()}
     return next_state(spec, first_state(spec) if state is None else state, statistics)
 

@@ -22,7 +22,7 @@ from flexrlhf.comm.progress import Beat, RankProgress, beat_key
 from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
 from flexrlhf.comm.world import InOrder, World
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.launch.failures import Failure, FailureReporter, Kind, root_cause, write_error
+from flexrlhf.launch.failures import Failure, FailureKind, FailureReporter, root_cause, write_error
 from flexrlhf.runs.flight_log import (
     FlightLog,
     FlightLogs,
@@ -34,7 +34,7 @@ from flexrlhf.weights.loading import one_sentence_errors
 MODELS = {0: "actor", 1: "reward", 2: "critic"}
 
 
-def failure(kind: Kind, sentence: str, time: float = 0.0) -> Failure:
+def failure(kind: FailureKind, sentence: str, time: float = 0.0) -> Failure:
     return Failure(kind, sentence, time)
 
 

@@ -57,6 +57,8 @@ SYNTAX = {
     "seconds of": "time, duration",
 }
 """Phrase → its replacement, in tests and written documents."""
+ALIAS = re.compile(r"_?[A-Z]\w*[a-z]\w*")
+"""Name of a type: in words that begin with a capital."""
 INTERFACE = re.compile(r"held_out_scores|held_bytes|(exact|extract|score)_answer|(<|&lt;)/?answer>|[\"`.]answer\b")
 """Names that users type and that files of a run contain. They stay, and do not count."""
 STARTS = """
@@ -120,13 +122,30 @@ def assert_rare(files: dict[str, Path], word: str, instead: str) -> None:
     assert rate <= MOST, f"{word!r} {rate:.2f} times in 1,000 lines, instead of: {instead}; {found}"
 
 
-def test_no_class_name_is_defined_twice() -> None:
+def types_of(tree: ast.Module) -> Iterator[str]:
+    """Names of classes, and of the types that a module has a name for; options of a command are named as its
+    parameters."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    for node in tree.body:
+        match node:
+            case ast.Assign([ast.Name(name)], value) if ALIAS.fullmatch(name) and not isinstance(value, ast.Call):
+                if "typer." not in ast.unparse(value):
+                    yield name
+
+
+def test_no_name_of_a_type_is_defined_twice() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for name, file in FILES.items():
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(name)
+        for found in types_of(tree_of(file)):
+            places[found].append(name)
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_names_of_types_are_found() -> None:
+    text = "Row = dict[str, int]\nT = TypeVar('T')\nMOST = 3\nPath = Annotated[str, typer.Option()]\nclass A: ..."
+    assert [*types_of(ast.parse(text))] == ["A", "Row"]
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:

@@ -18,7 +18,7 @@ from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.loggers import tensorboard as tensorboard_logger
 from flexrlhf.runs import logger as packages
-from flexrlhf.runs.logger import Row
+from flexrlhf.runs.logger import MetricRow
 from flexrlhf.runs.run_loggers import open_loggers, read_states
 
 EACH = ["tensorboard", "wandb", "mlflow"]
@@ -83,7 +83,7 @@ def test_a_logger_that_is_added_later_receives_the_steps_before(tmp_path: Path) 
 class Failing(tensorboard_logger.TensorBoardLogger):
     """Fails at the second step, as a full disk makes it."""
 
-    def log_row(self, row: Row) -> None:
+    def log_row(self, row: MetricRow) -> None:
         if row["step"] == 1:
             raise OSError("No space left on device")
         super().log_row(row)

@@ -10,16 +10,16 @@ import pytest
 
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.transfer import Primitive, Transfer
-from flexrlhf.strategies.routes import Holdings, primitive_of, route
+from flexrlhf.strategies.routes import PromptsByRank, primitive_of, route
 
 
-def holdings(layout: Layout, shape: BatchShape, ranks: tuple[int, ...] | None = None) -> Holdings:
+def holdings(layout: Layout, shape: BatchShape, ranks: tuple[int, ...] | None = None) -> PromptsByRank:
     """The prompts on each rank of ``layout``, or on ``ranks`` of it alone."""
     chosen = layout.ranks if ranks is None else ranks
     return {rank: set(shape.prompts_on(layout, rank, shape.mini_batches)) for rank in chosen}
 
 
-def planned(source: Holdings, needed: Holdings) -> tuple[list[Transfer], Primitive]:
+def planned(source: PromptsByRank, needed: PromptsByRank) -> tuple[list[Transfer], Primitive]:
     transfers = route("scores", source, source, needed)
     ranks = tuple(sorted({rank for t in transfers for rank in (t.source, t.destination)}))
     held = {rank: set(source.get(rank, set())) for rank in ranks}
@@ -29,8 +29,8 @@ def planned(source: Holdings, needed: Holdings) -> tuple[list[Transfer], Primiti
     return transfers, primitive_of(transfers, ranks, all(held[rank] == everything for rank in ranks))
 
 
-def arrived(transfers: list[Transfer], held: Holdings) -> Holdings:
-    out: Holdings = defaultdict(set, {rank: set(prompts) for rank, prompts in held.items()})
+def arrived(transfers: list[Transfer], held: PromptsByRank) -> PromptsByRank:
+    out: PromptsByRank = defaultdict(set, {rank: set(prompts) for rank, prompts in held.items()})
     for transfer in transfers:
         assert set(transfer.prompts) <= held[transfer.source], "a rank sends what it does not hold"
         out[transfer.destination] |= set(transfer.prompts)

@@ -14,8 +14,8 @@ from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, Re
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.strict_model import plugin_settings
 
-Sampling = PpoSpec | AcShareSpec | GrpoSpec | RlooSpec | GspoSpec | RaftSpec | ReinforceSpec | RemaxSpec | SafeRlhfSpec
-AnyAlgorithm = Sampling | DpoSpec | SimpoSpec | OrpoSpec | KtoSpec | SftSpec | RewardSpec
+_Sampling = PpoSpec | AcShareSpec | GrpoSpec | RlooSpec | GspoSpec | RaftSpec | ReinforceSpec | RemaxSpec | SafeRlhfSpec
+AnyAlgorithm = _Sampling | DpoSpec | SimpoSpec | OrpoSpec | KtoSpec | SftSpec | RewardSpec
 Algorithm = Annotated[
     SerializeAsAny[Annotated[AnyAlgorithm, Field(discriminator="name")]], plugin_settings("algorithms")
 ]

@@ -21,7 +21,7 @@ from typing import Any
 from flexrlhf.environments.base import Messages, Turn
 from flexrlhf.environments.tool_calls import parse_calls
 
-Message = dict[str, Any]
+VerifiersMessage = dict[str, Any]
 HARNESS = "flexrlhf_policy"
 """Module by which verifiers finds the harness."""
 MOST_TASKS = 1000
@@ -101,11 +101,11 @@ class _PolicyAgent:
     """
 
     tool_format: str
-    conversations: asyncio.Queue[list[Message]] = field(default_factory=asyncio.Queue)
+    conversations: asyncio.Queue[list[VerifiersMessage]] = field(default_factory=asyncio.Queue)
     texts: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
-    upstream: dict[str, Message] = field(default_factory=dict)
+    upstream: dict[str, VerifiersMessage] = field(default_factory=dict)
 
-    async def turn(self, messages: list[Message]) -> Message | None:
+    async def turn(self, messages: list[VerifiersMessage]) -> VerifiersMessage | None:
         """Return the policy's turn in a conversation, as a message of a model; None for none."""
         self.conversations.put_nowait(list(messages))
         text = await self.texts.get()
@@ -141,7 +141,7 @@ class _Served:
     environment: Any
     tasks: Sequence[Any]
     context: Any
-    upstream: dict[str, Message]
+    upstream: dict[str, VerifiersMessage]
 
 
 async def _started(settings: str) -> _Served:
@@ -170,14 +170,14 @@ async def _serve(settings: dict[str, Any], ready: asyncio.Future[_Served]) -> No
     environment = verifiers.load_environment(verifiers.resolve_env_config(settings))
     taskset = environment.taskset
     tasks = list(taskset if taskset.bounded else taskset.take(MOST_TASKS))
-    upstream: dict[str, Message] = {}
+    upstream: dict[str, VerifiersMessage] = {}
     client = verifiers.EvalClientConfig(base_url=await _endpoint(upstream), api_key_var="NONE")
     async with environment.serving():
         ready.set_result(_Served(environment, tasks, verifiers.ModelContext("policy", client), upstream))
         await asyncio.Event().wait()
 
 
-async def _endpoint(upstream: dict[str, Message]) -> str:
+async def _endpoint(upstream: dict[str, VerifiersMessage]) -> str:
     """Serve the model that verifiers calls, which gives the replies in ``upstream``; return its address."""
     from aiohttp import web
 
@@ -223,7 +223,7 @@ def _harness_module() -> ModuleType:
 
 
 async def _converse(
-    messages: list[Message], rollout: str, endpoint: str, secret: str, mcp_urls: Mapping[str, str]
+    messages: list[VerifiersMessage], rollout: str, endpoint: str, secret: str, mcp_urls: Mapping[str, str]
 ) -> str:
     """Make an agent's turns until one calls no tool; return why the rollout was stopped before."""
     import httpx
