@@ -23,8 +23,8 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 
+from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World, many_queues, open_world
 from flexrlhf.config.job_secret import signed, verified
 from flexrlhf.config.output_settings import DebugSpec
@@ -220,13 +220,13 @@ def _continued(order: RunOrder, world: World) -> tuple[RunOrder, bool]:
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return order, False
-    directory, key = RunDirectory(order.spec.directory), f"found/{order.spec.name}"
+    spec, directory = order.spec, RunDirectory(order.spec.directory)
+    mailbox = Mailbox(world, f"found/{spec.name}", spec.timeout_seconds)
     if world.rank == 0:
         status = directory.status
         is_finished = status is not None and status.state == "finished"
-        world.store.set(key, json.dumps([is_finished, list(map(str, directory.checkpoints))]))
-    world.wait_for(world.store, {key: "rank 0"}, f"what is there of {order.spec.name}", order.spec.timeout_seconds)
-    is_finished, names = json.loads(world.store.get(key))
+        mailbox.publish("found", [is_finished, list(map(str, directory.checkpoints))])
+    is_finished, names = mailbox.receive("found", "rank 0", f"what is there of {spec.name}")
     return replace(order, candidates=(*map(Path, names), *order.candidates)), is_finished
 
 
@@ -288,9 +288,8 @@ def _differing(plan: Plan, world: World, what: str, mine: Mapping[str, str]) -> 
     """Yield each setting with its value here that rank 0 has another value of, and this one."""
     if not mine:
         return
-    store = dist.PrefixStore(f"{what}/{plan.spec.name}", world.store)
+    mailbox = Mailbox(world, f"{what}/{plan.spec.name}", plan.spec.timeout_seconds)
     if world.rank == 0:
-        store.set("first", json.dumps(mine))
-    world.wait_for(store, {"first": "rank 0"}, f"the {what} of rank 0", plan.spec.timeout_seconds)
-    first = json.loads(store.get("first"))
+        mailbox.publish("first", mine)
+    first = mailbox.receive("first", "rank 0", f"the {what} of rank 0")
     yield from ((key, value, first.get(key)) for key, value in mine.items() if value != first.get(key))

@@ -10,9 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch.distributed as dist
-
-from flexrlhf.comm.store import second_connection
+from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
 
 CallMessage = dict[str, Any]
@@ -28,30 +26,25 @@ class CallFeed:
 
     def __init__(self, world: World, run: str, address: str, timeout_seconds: float) -> None:
         """Connect rank 0 to the program. ``address``: socket that it listens to."""
-        self._world, self._timeout = world, timeout_seconds
-        self._store = dist.PrefixStore(f"calls/{run}", world.store)
+        self._num_readers, self._timeout = world.size, timeout_seconds
+        self._mailbox = Mailbox(world, f"calls/{run}", timeout_seconds)
         self._number = 0
         self._program: Connection | None = None
         if world.rank == 0:
             channel = socket.socket(socket.AF_UNIX)
             channel.connect(address)
             self._program = Connection(channel.detach())
-            # a rank that waits in the store occupies its connection
-            store = dist.PrefixStore(f"calls/{run}", second_connection(world.store))
-            self._thread = threading.Thread(target=self._receive, args=(self._program, store), daemon=True)
+            mailbox = self._mailbox.of_another_thread()
+            self._thread = threading.Thread(target=self._receive, args=(self._program, mailbox), daemon=True)
             self._thread.start()
 
     def next(self) -> CallMessage:
         """Wait for the next call of the program. Raises DeadlineError if rank 0 is lost."""
         while True:
-            key, read = str(self._number), f"{self._number}/read"
-            self._world.wait_for(self._store, {key: "rank 0"}, "the next call of the program", self._timeout)
-            message: CallMessage = json.loads(self._store.get(key))
+            key = str(self._number)
+            message: CallMessage = self._mailbox.receive(key, "rank 0", "the next call of the program")
             self._number += 1
-            # the last reader clears up
-            if self._store.add(read, 1) == self._world.size:
-                self._store.delete_key(key)
-                self._store.delete_key(read)
+            self._mailbox.clear([key], self._num_readers)
             if message != WAIT:
                 return message
 
@@ -69,7 +62,7 @@ class CallFeed:
             self._thread.join()
             self._program.close()
 
-    def _receive(self, program: Connection, store: dist.Store) -> None:
+    def _receive(self, program: Connection, mailbox: Mailbox) -> None:
         """Publish what the program sends; its end is a last call."""
         number, message = 0, WAIT
         while message != CLOSE:
@@ -77,5 +70,5 @@ class CallFeed:
                 message = json.loads(program.recv_bytes()) if program.poll(self._timeout / WAITS) else WAIT
             except (EOFError, OSError):
                 message = CLOSE
-            store.set(str(number), json.dumps(message))
+            mailbox.publish(str(number), message)
             number += 1

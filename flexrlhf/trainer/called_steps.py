@@ -137,8 +137,8 @@ class CalledTrainer:
             return
         self._trainer.rows.give(self._next_step, EXAMPLES.validate_json(Path(path).read_bytes()))
         self._steps.given.add(self._next_step)
-        # the last reader clears up
-        if self._trainer.results.recorder.store.add(f"prompts/{self._next_step}", 1) == self._rank.world.size:
+        mailbox = self._trainer.results.recorder.mailbox
+        if mailbox.clear([f"prompts/{self._next_step}"], self._rank.world.size):
             Path(path).unlink()
 
     def _call(self, call: OperatorCall) -> None:
@@ -194,23 +194,22 @@ class CalledTrainer:
     def _send_column(self, name: str, number: int, mini_batches: range) -> None:
         """Send the rows of a column to the program: each owner to rank 0 in the job's store, and rank 0 on."""
         world, owners = self._rank.world, self._called.owners(name, mini_batches)
-        store = self._trainer.results.recorder.store
+        mailbox = self._trainer.results.recorder.mailbox
         if prompts := owners.get(world.rank):
             rows = self._plan.batch.rows(prompts)
             values = self._trainer.rows.at(self._next_step).get(name, rows).cpu().contiguous()
             parts = _cut(save({"rows": tensor(rows), "values": values}))
             for index, part in enumerate(parts):
-                store.set(f"column/{number}/{world.rank}/{index}", part)  # type: ignore[arg-type]  # its stubs know str alone
-            store.set(f"column/{number}/{world.rank}", str(len(parts)))
+                mailbox.store.set(f"column/{number}/{world.rank}/{index}", part)  # type: ignore[arg-type]  # stubs of str
+            mailbox.publish(f"column/{number}/{world.rank}", len(parts))
         if world.rank == 0:
             blobs = []
             for rank in owners:
                 key = f"column/{number}/{rank}"
-                world.wait_for(store, {key: f"rank {rank}"}, f"column {name}", self._plan.spec.timeout_seconds)
-                keys = [f"{key}/{index}" for index in range(int(store.get(key)))]
-                blobs.append(b"".join(store.get(each) for each in keys))
-                for each in (key, *keys):
-                    store.delete_key(each)
+                number_of_parts = mailbox.receive(key, f"rank {rank}", f"column {name}")
+                keys = [f"{key}/{index}" for index in range(number_of_parts)]
+                blobs.append(b"".join(mailbox.store.get(each) for each in keys))
+                mailbox.clear([key, *keys])
             self._feed.reply(blobs)
 
     def _send_statistics(self, number: int) -> None:

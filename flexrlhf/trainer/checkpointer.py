@@ -6,7 +6,6 @@ steps before are there, rank 0 writes the manifest and renames the directory, wh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -14,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
+from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.errors import RunStopped
 from flexrlhf.plan.run_data import data_digest
 from flexrlhf.runs.durable_files import FileEntry
@@ -74,7 +72,8 @@ class Checkpointer(Observer):
         """``results``: rows of metrics, which a checkpoint waits for."""
         self._state, self._results = state, results
         self._context = state.context
-        self._store = dist.PrefixStore(f"checkpoints/{self._context.plan.spec.name}", self._context.world.store)
+        spec, world = self._context.plan.spec, self._context.world
+        self._mailbox = Mailbox(world, f"checkpoints/{spec.name}", spec.timeout_seconds)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._copies = HostCopies(state.context.world.device, state.context.copies)
         self._writing: _Writing | None = None
@@ -113,7 +112,7 @@ class Checkpointer(Observer):
         """Publish this rank's files once they are written; on rank 0 complete the checkpoints that all have written."""
         self._publish_written(wait=False)
         while self._pending and self._results.next_step >= self._pending[0]:
-            if not self._store.check(list(self._keys(self._pending[0]))):
+            if not self._mailbox.has(list(self._keys(self._pending[0]))):
                 return
             self._complete(self._pending.pop(0))
 
@@ -121,8 +120,7 @@ class Checkpointer(Observer):
         """Wait until this rank's files, and on rank 0 the checkpoints of all ranks, are whole."""
         self._publish_written(wait=True)
         for next_step in self._pending:
-            timeout, what = self._context.plan.spec.timeout_seconds, f"the checkpoint before step {next_step}"
-            self._context.world.wait_for(self._store, self._keys(next_step), what, timeout)
+            self._mailbox.wait(self._keys(next_step), f"the checkpoint before step {next_step}")
         self.poll()
         self._thread.shutdown()
 
@@ -175,7 +173,7 @@ class Checkpointer(Observer):
             raise RunStopped(f"checkpoint {where}: cannot be written ({error.strerror or error})") from None
         self._writing = None
         report = {"files": {name: asdict(entry) for name, entry in files.items()}, "progress": asdict(writing.progress)}
-        self._store.set(f"{writing.next_step}/{self._context.rank}", json.dumps(report))
+        self._mailbox.publish(f"{writing.next_step}/{self._context.rank}", report)
 
     def _keys(self, next_step: int) -> dict[str, str]:
         """Return the keys under which ranks publish their files, and who publishes each."""
@@ -183,10 +181,9 @@ class Checkpointer(Observer):
 
     def _complete(self, next_step: int) -> None:
         """Write the manifest from the reports of all ranks, and rename the directory."""
-        context, reports = self._context, []
-        for key in self._keys(next_step):
-            reports.append(json.loads(self._store.get(key)))
-            self._store.delete_key(key)
+        context, keys = self._context, list(self._keys(next_step))
+        reports = [self._mailbox.read(key) for key in keys]
+        self._mailbox.clear(keys)
         files = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
         progress = merged_progress([Progress(**report["progress"]) for report in reports])
         inputs = self._inputs.result() if self._inputs is not None else {}

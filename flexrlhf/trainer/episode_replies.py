@@ -7,7 +7,6 @@ instruction that reads a reply communicates with no rank.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
@@ -16,8 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from threading import Event
 
-import torch.distributed as dist
-
+from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.turn_tokens import Replies
@@ -78,19 +76,19 @@ class ReplySource:
         settings: EnvironmentSpec,
         episodes: Episodes | None,
         log: EpisodeLog | None,
-        store: dist.Store,
+        mailbox: Mailbox,
         seconds: float,
         chunks: int,
     ) -> None:
         """
         episodes:  None: they are replayed, so that no environment is called.
         log:       replies since the last checkpoint; None: the run writes none.
-        store:     of the job, for the replies of replicas with several ranks.
+        mailbox:   for the replies of replicas with several ranks.
         seconds:   limit of all replies to one turn.
         chunks:    of a step, whose replies are awaited at the same time.
         """
         self._settings, self._episodes, self.log = settings, episodes, log
-        self._store, self._seconds = store, seconds
+        self._mailbox, self._seconds = mailbox, seconds
         self._threads = ThreadPoolExecutor(max(2, chunks), "environment")
         self._warn = WarnOnce("environment")
         self._counts, self._is_closed = Counter[str](), Event()
@@ -119,22 +117,20 @@ class ReplySource:
 
     def _published(self, episodes: Episodes, requests: Sequence[Request], key: str) -> list[RowReply]:
         replies = self._called(episodes, requests)
-        self._store.set(key, json.dumps([asdict(each) for each in replies]))
+        self._mailbox.publish(key, [asdict(each) for each in replies])
         return replies
 
     def _received(self, key: str, readers: int) -> list[RowReply]:
         """Return the replies that the first rank of the replica publishes; the last of ``readers`` removes them."""
         # waiting in the store would keep this rank's other uses of it waiting
         end = time.monotonic() + 2 * self._seconds + GRACE_SECONDS
-        while not self._store.check([key]):
+        while not self._mailbox.has([key]):
             if self._is_closed.wait(POLL_SECONDS) or time.monotonic() > end:
                 raise RunStopped(
                     f"environment {self._settings.name}: the replica's first rank has published no replies"
                 )
-        replies = [RowReply(**{**each, "tokens": tuple(each["tokens"])}) for each in json.loads(self._store.get(key))]
-        if self._store.add(f"{key}/read", 1) == readers:
-            self._store.delete_key(key)
-            self._store.delete_key(f"{key}/read")
+        replies = [RowReply(**{**each, "tokens": tuple(each["tokens"])}) for each in self._mailbox.read(key)]
+        self._mailbox.clear([key], readers)
         return replies
 
     def _called(self, episodes: Episodes, requests: Sequence[Request]) -> list[RowReply]:

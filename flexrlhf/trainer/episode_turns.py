@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.comm.world import World
 from flexrlhf.data.turn_tokens import TurnTokens
@@ -228,6 +228,6 @@ def make_environment_caller(
         return None
     is_replayed, count = spec.debug.replay is not None, processes_by_rank(plan).get(rank, 0)
     episodes = None if is_replayed else Episodes(settings, count, plan.batch.num_chunks)
-    store = dist.PrefixStore(f"environments/{spec.name}", world.store)
-    source = ReplySource(settings, episodes, log, store, spec.timeout_seconds / 2, plan.batch.num_chunks)
+    mailbox = Mailbox(world, f"environments/{spec.name}", spec.timeout_seconds)
+    source = ReplySource(settings, episodes, log, mailbox, spec.timeout_seconds / 2, plan.batch.num_chunks)
     return EnvironmentCaller(source, tokens, decode, plan.lengths, ReplyTimes(plan, world))

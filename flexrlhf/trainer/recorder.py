@@ -6,15 +6,14 @@ The first rank of a placed model publishes the reports of its operators. Rank 0 
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
+from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
 from flexrlhf.metrics import METRICS, Triple
 from flexrlhf.operators.graph import Operator
@@ -88,7 +87,7 @@ class Recorder(Observer):
     def __init__(self, plan: Plan, world: World, steps: Steps | None = None) -> None:
         """``steps``: None: those of the plan."""
         self.plan, self.world, self.steps = plan, world, steps or PlannedSteps(plan)
-        self.store = dist.PrefixStore(f"record/{plan.spec.name}", world.store)
+        self.mailbox = Mailbox(world, f"record/{plan.spec.name}", plan.spec.timeout_seconds)
         chosen = [each for each in plan.schedule.instructions if isinstance(each, Save) and each.best is not None]
         self._num_readers = sum(len(save.ranks) for save in chosen)
         self.best: dict[str, float] = {}
@@ -118,10 +117,10 @@ class Recorder(Observer):
 
         ``inner``: index in the list of an Eval, for an instruction there.
         """
-        key, text = _key(step, self.steps.index(position), inner), json.dumps(report)
-        self.store.set(key, text)
+        key = _key(step, self.steps.index(position), inner)
+        self.mailbox.publish(key, report)
         if inner is not None and self._num_readers:
-            self.store.set(f"best/{key}", text)
+            self.mailbox.publish(f"best/{key}", report)
         if inner is None and self.plan.schedule.lag:
             self._keep(step, position, report)
 
@@ -173,14 +172,11 @@ class Recorder(Observer):
     def _read_evaluation(self, step: int) -> dict[str, float]:
         """Wait for the evaluation of ``step`` and return its metrics."""
         keys = {f"best/{key}": who for key, who in self.keys(step, Eval).items()}
-        self.wait(keys, f"the evaluation of step {step}")
         total: dict[str, Triple] = {}
-        for key in keys:
-            METRICS.add(total, json.loads(self.store.get(key))["statistics"])
-        # the last reader clears up: the row of metrics may have been written long before
-        if self.store.add(f"best/{step}/read", 1) == self._num_readers:
-            for key in (*keys, f"best/{step}/read"):
-                self.store.delete_key(key)
+        for report in self.mailbox.gather(keys, f"the evaluation of step {step}"):
+            METRICS.add(total, report["statistics"])
+        # the row of metrics may have been written long before
+        self.mailbox.clear(list(keys), self._num_readers)
         return METRICS.evaluate(total)
 
     def attempt_keys(self, step: int) -> dict[str, str]:
@@ -207,13 +203,9 @@ class Recorder(Observer):
         """Wait for the statistics of ``run``, executed at ``position``, and return them. Rank 0 calls this before the
         metrics of ``step`` are written."""
         key = _key(step, self.steps.index(position))
-        self.wait({key: _publisher(run)}, f"the statistics of {run.label}")
-        statistics: dict[str, Triple] = json.loads(self.store.get(key))["statistics"]
+        report: Report = self.mailbox.receive(key, _publisher(run), f"the statistics of {run.label}")
+        statistics: dict[str, Triple] = report["statistics"]
         return statistics
-
-    def wait(self, keys: Mapping[str, str], what: str) -> None:
-        """Wait until ``keys`` are published. Raises DeadlineError, which names who has not published."""
-        self.world.wait_for(self.store, keys, what, self.plan.spec.timeout_seconds)
 
 
 def _statistic(operator: Operator, name: str) -> str:

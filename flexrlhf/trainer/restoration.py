@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
+from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import WEIGHTS
@@ -71,7 +70,7 @@ def choose_start(
     A machine with directories of its own gets a copy of the checkpoint.
     Raises RunStopped if all are damaged, and UserError if the data has changed since.
     """
-    store = dist.PrefixStore(f"start/{plan.spec.name}", world.store)
+    mailbox = Mailbox(world, f"start/{plan.spec.name}", plan.spec.timeout_seconds)
     for candidate in candidates:
         found = CheckpointDirectory(files.received_checkpoint(candidate, plan, world))
         try:
@@ -79,19 +78,19 @@ def choose_start(
         except UserError as error:
             _print_unused(world, str(error), candidate is candidates[-1])
             continue
-        problems = _verified(found, world, store, plan.spec.timeout_seconds)
+        problems = _verified(found, world, mailbox)
         if not problems:
             if manifest.data != data_digest(data):
                 raise UserError(
                     f"checkpoint {candidate}: the training examples are others than those it was written with; "
                     f"restore the data and the tokenizer, or start a new run under another name"
                 )
-            _prepare(plan, world, store, files, manifest.progress.next_step)
+            _prepare(plan, world, mailbox, files, manifest.progress.next_step)
             return StartingPoint(found)
         _print_unused(world, f"checkpoint {candidate}: {problems[0]}", candidate is candidates[-1])
     if candidates:
         raise RunStopped(f"{plan.spec.name}: every checkpoint is damaged; remove {candidates[0].parent} to begin anew")
-    _prepare(plan, world, store, files, 0)
+    _prepare(plan, world, mailbox, files, 0)
     return None
 
 
@@ -101,23 +100,22 @@ def _print_unused(world: World, problem: str, is_last: bool) -> None:
         print(f"flexrlhf: {problem}{further}", file=sys.stderr, flush=True)
 
 
-def _verified(checkpoint: CheckpointDirectory, world: World, store: dist.Store, timeout_seconds: float) -> list[str]:
+def _verified(checkpoint: CheckpointDirectory, world: World, mailbox: Mailbox) -> list[str]:
     """Return the problems of the files of a checkpoint, of which each rank reads its share."""
     mine, key = sorted(checkpoint.manifest.files)[world.rank :: world.size], checkpoint.path.name
     problems = [problem for name in mine if (problem := checkpoint.damage(name)) is not None]
-    store.set(f"{key}/{world.rank}", "\n".join(problems))
+    mailbox.publish(f"{key}/{world.rank}", problems)
     keys = {f"{key}/{rank}": f"rank {rank}" for rank in range(world.size)}
-    world.wait_for(store, keys, f"the verification of {checkpoint}", timeout_seconds)
-    return [line for key in keys for line in store.get(key).decode().splitlines()]
+    return [line for found in mailbox.gather(keys, f"the verification of {checkpoint}") for line in found]
 
 
-def _prepare(plan: Plan, world: World, store: dist.Store, files: RunFiles, next_step: int) -> None:
+def _prepare(plan: Plan, world: World, mailbox: Mailbox, files: RunFiles, next_step: int) -> None:
     """Remove the records of ``next_step`` and later steps of an interrupted run; all ranks wait for rank 0."""
     if files.keeps:
         RunDirectory(plan.spec.directory).go_back(next_step, plan.spec.steps)
     if world.rank == 0:
-        store.set("prepared", "yes")
-    world.wait_for(store, {"prepared": "rank 0"}, "the start of the run", plan.spec.timeout_seconds)
+        mailbox.publish("prepared", True)
+    mailbox.wait({"prepared": "rank 0"}, "the start of the run")
 
 
 def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:

@@ -62,7 +62,7 @@ class ResultsWriter(Observer):
         self._samples = directory.samples.writer()
         self._directory, self._loggers, self._send, self._start = directory, loggers, send, start
         self._prompts = prompts
-        self._plan, self._world, self._store = recorder.plan, recorder.world, recorder.store
+        self._plan, self._world, self._mailbox = recorder.plan, recorder.world, recorder.mailbox
         self._last_time = time.time()
         self._replies = ReplyTimes(self._plan, self._world) if self._plan.spec.environment is not None else None
         spec, rows = self._plan.spec, self._plan.batch.num_taken
@@ -79,7 +79,7 @@ class ResultsWriter(Observer):
             self._write_step()
 
     def _is_published(self, step: int) -> bool:
-        return self.recorder.steps.is_whole(step) and self._store.check(list(self._keys(step)))
+        return self.recorder.steps.is_whole(step) and self._mailbox.has(list(self._keys(step)))
 
     def _keys(self, step: int) -> dict[str, str]:
         """Return the keys of the reports that the row of ``step`` needs, and who publishes each: with attempts also of
@@ -92,7 +92,7 @@ class ResultsWriter(Observer):
     def write_until(self, step: int) -> None:
         """Wait for the metrics of all steps before ``step``, and write those that are not written."""
         while self.next_step < step:
-            self.recorder.wait(self._keys(self.next_step), f"the metrics of step {self.next_step}")
+            self._mailbox.wait(self._keys(self.next_step), f"the metrics of step {self.next_step}")
             self._write_step()
 
     def _write_step(self) -> None:
@@ -104,7 +104,7 @@ class ResultsWriter(Observer):
         outcomes: dict[str, list[int]] = defaultdict(list)
         positions: dict[int, int] = {}
         for key, reporter in self.recorder.keys(step).items():
-            report = json.loads(self._store.get(key))
+            report = self._mailbox.read(key)
             METRICS.add(total, report["statistics"])
             labels |= report["labels"]
             parts += report["samples"]
@@ -112,7 +112,7 @@ class ResultsWriter(Observer):
                 outcomes[name] += rows
             positions |= dict(report["positions"])
             reporters |= dict.fromkeys(report["statistics"], reporter)
-            self._store.delete_key(key)
+            self._mailbox.clear([key])
         now = time.time()
         if samples := merged_samples(step, parts):
             self._samples.append(sample_lines(samples))
@@ -152,7 +152,7 @@ class ResultsWriter(Observer):
         steps = self._plan.steps_in_flight(next_step, self._start.generated)
         keys = [key for step in steps for key in self.recorder.attempt_keys(step)]
         shape = self._plan.batch
-        positions = [position for key in keys for position in json.loads(self._store.get(key))["positions"]]
+        positions = [position for key in keys for position in self._mailbox.read(key)["positions"]]
         # others are carried from a step before
         return sum(prompt % shape.segments == 0 for prompt, _ in positions) * shape.samples_per_prompt
 
@@ -173,10 +173,10 @@ class ResultsWriter(Observer):
         rows:   bytes of all columns at the end of a step.
         copies: times of copies to host memory and back.
         """
-        self._store.set(f"timeline/{self._world.rank}", SPANS.dump_json(timeline.take()).decode())
+        self._mailbox.publish(f"timeline/{self._world.rank}", SPANS.dump_json(timeline.take()).decode())
         memory = {"models": usage, "peak": peaks[0], "in_use": peaks[1], "start": start, "rows": rows}
         memory["copies"] = {"seconds": copies.copying, "waited": copies.waiting}
-        self._store.set(f"memory/{self._world.rank}", json.dumps(memory))
+        self._mailbox.publish(f"memory/{self._world.rank}", memory)
         if self._world.rank == 0:
             self._write_timeline()
             for file in (self._metrics, self._outcomes, self._samples):
@@ -188,9 +188,8 @@ class ResultsWriter(Observer):
         memory = {}
         for rank in range(self._plan.placement.num_ranks):
             keys = {f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "memory")}
-            self.recorder.wait(keys, "the end of the run")
-            spans += SPANS.validate_json(self._store.get(f"timeline/{rank}"))
-            memory[rank] = json.loads(self._store.get(f"memory/{rank}"))
+            timeline, memory[rank] = self._mailbox.gather(keys, "the end of the run")
+            spans += SPANS.validate_json(timeline)
         facts = {
             "device": self._world.device.type,
             "device_class": {device.rank: device.device_class for device in self._plan.cluster.devices},

@@ -70,10 +70,10 @@ def test_what_is_read_by_all_is_removed_and_not_before(recorder: Recorder, tmp_p
         recorder, RunDirectory(tmp_path), work, RunLoggers(tmp_path), discard, lambda step, positions: []
     ).collect()
     actor, critic = saves()
-    before = recorder.store.num_keys()
+    before = recorder.mailbox.store.num_keys()
     assert recorder.improved(actor, 0) == recorder.improved(critic, 0) == 0.5
     # one of each of four operators, and the count of readers is gone again
-    assert recorder.store.num_keys() == before - 4
+    assert recorder.mailbox.store.num_keys() == before - 4
 
 
 def test_a_rank_that_never_evaluates_is_named(recorder: Recorder) -> None:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from torch import distributed as dist
 
+from flexrlhf.comm.mailbox import Mailbox
+from flexrlhf.comm.world import World
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.turn_tokens import Replies
 from flexrlhf.environments.base import EpisodeCall
@@ -41,8 +44,9 @@ def requests(turns: tuple[str, ...], room: int | None) -> list[Request]:
 def test_ranks_of_a_replica_receive_the_replies_that_the_first_one_has() -> None:
     """Also of an environment that would reply otherwise to another call; in any order, and none of them stays."""
     settings, store = EnvironmentSpec(path=f"{FILE}:Secret", processes=2), dist.HashStore()
+    mailbox = Mailbox(World(0, 2, store, torch.device("cpu"), "gloo"), "environments", 30.0)
     first, other = (
-        ReplySource(settings, Episodes(settings, 2 - rank), None, store, 30.0, chunks=2) for rank in range(2)
+        ReplySource(settings, Episodes(settings, 2 - rank), None, mailbox, 30.0, chunks=2) for rank in range(2)
     )
     try:
         later = [other.submit(requests(turns, room), "actor", Replica(False)) for turns, room in TURNS]
