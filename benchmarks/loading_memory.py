@@ -123,7 +123,7 @@ def rank_main(arguments: Mapping[str, Any]) -> None:
         own = [Group("alone", (rank,), alone=True) for rank in ranks]
         groups = world.make_groups([*([Group("model", ranks)] if len(ranks) > 1 else []), *own], SECONDS)
         if arguments["whole"]:
-            _load_whole(stack, case)
+            _load_whole(stack)
         context = _context(case, directory, world, groups)
         _import_libraries(case)
         before = begin()
@@ -140,14 +140,11 @@ def rank_main(arguments: Mapping[str, Any]) -> None:
         world.meet("end", SECONDS)
 
 
-def _load_whole(stack: ExitStack, case: Case) -> None:
+def _load_whole(stack: ExitStack) -> None:
     """Make engines load as transformers does."""
-    from importlib import import_module
+    from flexrlhf.engines.skeletons import Skeleton
 
-    from flexrlhf.engines import skeletons
-
-    module = import_module(f"flexrlhf.engines.{case.engine}.engine")
-    stack.enter_context(patch.object(module, "make_skeleton", skeletons.whole_model))
+    stack.enter_context(patch.object(Skeleton, "of", Skeleton.of_whole_model))
 
 
 def _import_libraries(case: Case) -> None:

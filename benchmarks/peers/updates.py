@@ -21,8 +21,7 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.engines.base import Batch, Outputs
-from flexrlhf.engines.readout import totals_of
+from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.imports.translate import translated
 from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES, make_loss, settings_of
@@ -144,7 +143,7 @@ def _losses(spec: Spec, operator: Operator, batch: Batch, inputs: Inputs) -> Ten
     def of_part(new: Tensor, part: slice) -> Tensor:
         rows = batch.select(part)
         outputs = Outputs(new[part], inputs.entropy(_tokens(new))[part] if loss.entropy != "none" else None)
-        value = loss.function(outputs, rows, totals_of(rows, Alone()))[0]  # type: ignore[arg-type]
+        value = loss.function(outputs, rows, Totals.of(rows, Alone()))[0]  # type: ignore[arg-type]
         return value + routers * inputs.router_loss(new[part])
 
     return of_mini_batches(of_part, point)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,11 @@ class Batch:
     def sampled_mask(self) -> Tensor:
         """Response tokens (n, R) of responses that count, also those that importance sampling rejects."""
         return self.columns["loss_mask"] if "loss_mask" in self.columns else self.columns["response_mask"]
+
+    @property
+    def searched_from(self) -> list[int]:
+        """Tokens of each given response that stop strings are not searched in."""
+        return self.columns.get("searched_from", torch.zeros_like(self.rows)).tolist()
 
     def select(self, part: slice | Tensor) -> Batch:
         """Return the rows of ``part``, a range or int64 places; as views of a range."""
@@ -144,6 +149,15 @@ class Totals:
     sampled_tokens: float = 0.0
     sampled_sequences: float = 0.0
 
+    @classmethod
+    def of(cls, batch: Batch, dp: RankGroup) -> Totals:
+        """Count a mini-batch over all data-parallel ranks."""
+        mask, sampled = batch.mask.double(), batch.sampled_mask.double()
+        counts = [number for each in (mask, sampled) for number in (each.sum(), (each.sum(1) > 0).double().sum())]
+        sums = dp.sum(torch.stack([*counts, mask.new_tensor(len(batch))])).tolist()
+        tokens, sequences, sampled_tokens, sampled_sequences, rows = sums
+        return cls(tokens, sequences, rows / batch.samples_per_prompt, sampled_tokens, sampled_sequences)
+
 
 EntropyUse = Literal["none", "value", "gradient"]
 LossFunction = Callable[[Outputs, Batch, Totals], tuple[Tensor, Moments]]
@@ -169,6 +183,11 @@ class Loss:
     entropy: EntropyUse = "none"
     with_values: bool = False
     temperature: float | None = None
+
+    def outputs(self, computed: Mapping[str, Tensor]) -> Outputs:
+        """Return what this loss reads of the quantities of a pass."""
+        values = computed["values"] if self.with_values else None
+        return Outputs(computed[self.quantity], computed.get("entropy"), values)
 
 
 @dataclass(frozen=True)
@@ -275,6 +294,18 @@ class EngineContext:
         """Ranks that have the same part of the model, over which gradients are summed."""
         return self.dp if self.cp is None else self.cp.weights
 
+    @property
+    def rank_in_run(self) -> int:
+        """Number of this rank in the run."""
+        for each in (self.same_part, self.tp):
+            if each.group is not None:
+                return each.ranks[dist.get_rank(each.group)]
+        return self.dp.ranks[0]
+
+    def is_tied(self, config: Any) -> bool:
+        """Return whether the embedding is also the language head. ``config``: Hugging Face config of the model."""
+        return self.placed.head != "scalar" and bool(config.tie_word_embeddings)
+
     def check_links(self) -> None:
         """Raise UserError for pipeline stages on GPUs without NCCL, which their libraries send by."""
         group = None if self.stages is None else self.stages.stages.group
@@ -310,10 +341,6 @@ class MemoryUsage:
     unmapped: int = 0
 
 
-WEIGHTS = "weights"
-"""Kind of a training state's tensors: float32 weights. The other kinds are the optimizer's names, as ``exp_avg``."""
-
-
 @dataclass(frozen=True)
 class StateTensor:
     """One tensor of a training state on this rank.
@@ -333,6 +360,9 @@ class TrainingState:
     tensors: kind → trained parameter → tensor, on this rank.
     numbers: the same on all ranks: ``updates`` made, ``loss_scale``, ``good_steps`` since it changed.
     """
+
+    WEIGHTS: ClassVar[str] = "weights"
+    """Kind of its tensors: float32 weights. The other kinds are the optimizer's names, as ``exp_avg``."""
 
     tensors: Mapping[str, Mapping[str, StateTensor]]
     numbers: Mapping[str, float]
@@ -478,11 +508,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free the model and whatever its library has started. No method may be called afterwards."""
         ...
-
-
-def searched_from(batch: Batch) -> list[int]:
-    """Return the tokens of each given response that stop strings are not searched in."""
-    return batch.columns.get("searched_from", torch.zeros_like(batch.rows)).tolist()
 
 
 def moments(values: Tensor, weights: Tensor | None = None) -> Tensor:

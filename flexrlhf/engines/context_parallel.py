@@ -20,24 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from transformers import PreTrainedModel
 
 from flexrlhf.engines.attention import PassAttention, SharedAttention, attend
-from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.ring_attention import ReachedSpans, arrivals, ring_attention
 from flexrlhf.engines.row_split import RowSplit
 from flexrlhf.memory.attention_bytes import repeated_heads
-
-
-def row_split(context: EngineContext, model: PreTrainedModel) -> RowSplit | None:
-    """Return the split of rows over the context-parallel ranks of a model; None if it has one alone."""
-    if context.cp is None:
-        return None
-    ranks = context.cp.parts
-    assert ranks.group is not None, "context-parallel ranks are several"
-    is_ring = context.placed.settings.is_ring(model.config.num_attention_heads)
-    return RowSplit(ranks, dist.get_rank(ranks.group), is_zigzag=is_ring)
 
 
 def shared_attention(whole: PassAttention, split: RowSplit, width: int) -> SharedAttention:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from flexrlhf.engines.base import Batch, Sampling, searched_from
+from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.router_replay import Routers
 from flexrlhf.engines.sampling import completes_stop, sample_tokens
@@ -126,7 +126,7 @@ class Decoding:
         self._lengths = self._limits.clone()
         self._finished = torch.zeros(len(batch), dtype=torch.bool, device=device)
         self._responses: list[list[int]] = self._given_responses() if sampling.stop else []
-        self._searched_from = searched_from(batch) if sampling.stop else []
+        self._searched_from = batch.searched_from if sampling.stop else []
 
     def _given_responses(self) -> list[list[int]]:
         """Return the tokens that each response has before it is continued."""

@@ -65,26 +65,25 @@ class ExpertSplit:
         """Number of this rank's block."""
         return (0 if self.ep is None else self.ep.rank()) * self.num_tp + self.tp_index
 
+    def apply(self, model: nn.Module, config: PreTrainedConfig) -> frozenset[str]:
+        """Leave each rank its block of the experts of every layer of ``model``, as many as any other; return
+        the names of their parameters.
 
-def split_experts(model: nn.Module, config: PreTrainedConfig, split: ExpertSplit) -> frozenset[str]:
-    """Leave each rank of ``split`` its block of the experts of every layer of ``model``, as many as any other; return
-    the names of their parameters.
-
-    ``config``: of the layers. Parameters may be on the meta device.
-    """
-    names, number = set[str](), split.num_ep * split.num_tp
-    for path, module in model.named_modules():
-        if has_experts(module):
-            module.expert_split = split
-            module.num_experts //= number
-            for name, parameter in list(module.named_parameters()):
-                part = parameter.detach().chunk(number, 0)[split.block].clone()
-                owner, _, own = name.rpartition(".")
-                setattr(module.get_submodule(owner), own, nn.Parameter(part, requires_grad=parameter.requires_grad))
-                names.add(f"{path}.{name}")
-    if names:
-        config._experts_implementation = OVER_RANKS
-    return frozenset(names)
+        ``config``: of the layers. Parameters may be on the meta device.
+        """
+        names, number = set[str](), self.num_ep * self.num_tp
+        for path, module in model.named_modules():
+            if has_experts(module):
+                module.expert_split = self
+                module.num_experts //= number
+                for name, parameter in list(module.named_parameters()):
+                    part = parameter.detach().chunk(number, 0)[self.block].clone()
+                    owner, _, own = name.rpartition(".")
+                    setattr(module.get_submodule(owner), own, nn.Parameter(part, requires_grad=parameter.requires_grad))
+                    names.add(f"{path}.{name}")
+        if names:
+            config._experts_implementation = OVER_RANKS
+        return frozenset(names)
 
 
 @torch.no_grad()

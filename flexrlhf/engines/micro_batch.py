@@ -72,6 +72,31 @@ class MicroBatch:
     part: RowPart | None = None
     idle: bool = False
 
+    @classmethod
+    def split(cls, batch: Batch, settings: PassSettings) -> Iterator[MicroBatch]:
+        """Split each block of ``batch`` into passes of at most ``batch.tokens`` or ``settings.budget`` computed tokens.
+
+        A micro-batch has at least one sequence, whatever its tokens; if the batch compares them, all samples of a
+        prompt.
+        """
+        if not len(batch):
+            return
+        texts, settings = BatchTexts.of(batch, settings.lengths), settings.within(batch.tokens)
+        for prompts in batch.blocks or (range(len(texts.same)),):
+            yield from _composed(batch, prompts, texts, settings)
+
+    @classmethod
+    def one_idle(cls, settings: PassSettings, device: torch.device) -> MicroBatch:
+        """Return one row of two tokens, for ranks that must call as often as others and have no rows left."""
+        lengths = settings.lengths
+        tokens = torch.zeros(1, lengths.total, dtype=torch.int32, device=device)
+        mask = torch.zeros(1, lengths.total, dtype=torch.uint8, device=device)
+        mask[:, lengths.prompt - 1 : lengths.prompt + 1] = 1
+        rows = torch.zeros(1, dtype=torch.int64, device=device)
+        batch = Batch({"tokens": tokens, "attention_mask": mask}, rows, 1)
+        (piece,) = cls.split(batch, settings)
+        return replace(piece, idle=True)
+
     @property
     def width(self) -> int:
         """W."""
@@ -142,18 +167,6 @@ def _columns(width: int, like: Tensor) -> Tensor:
     return torch.arange(width, device=like.device)[None]
 
 
-def micro_batches(batch: Batch, settings: PassSettings) -> Iterator[MicroBatch]:
-    """Split each block of ``batch`` into passes of at most ``batch.tokens`` or ``settings.budget`` computed tokens.
-
-    A micro-batch has at least one sequence, whatever its tokens; if the batch compares them, all samples of a prompt.
-    """
-    if not len(batch):
-        return
-    texts, settings = BatchTexts.of(batch, settings.lengths), settings.within(batch.tokens)
-    for prompts in batch.blocks or (range(len(texts.same)),):
-        yield from _composed(batch, prompts, texts, settings)
-
-
 def _composed(batch: Batch, prompts: Sequence[int], texts: BatchTexts, settings: PassSettings) -> Iterator[MicroBatch]:
     """Yield the passes of ``prompts``, which depend on these alone."""
     units = [unit for number in prompts for unit in texts.units(number, settings, batch.compares)]
@@ -171,18 +184,6 @@ def _composed(batch: Batch, prompts: Sequence[int], texts: BatchTexts, settings:
         fills = batch.rows.device.type != "cpu"
         attended = None if settings.masks else _attended(each, units, fills, settings.pins)
         yield _laid_out(batch, numbers, num_texts, texts, each, settings, attended)
-
-
-def idle_micro_batch(settings: PassSettings, device: torch.device) -> MicroBatch:
-    """Return one row of two tokens, for ranks that must call as often as others and have no rows left."""
-    lengths = settings.lengths
-    tokens = torch.zeros(1, lengths.total, dtype=torch.int32, device=device)
-    mask = torch.zeros(1, lengths.total, dtype=torch.uint8, device=device)
-    mask[:, lengths.prompt - 1 : lengths.prompt + 1] = 1
-    rows = torch.zeros(1, dtype=torch.int64, device=device)
-    batch = Batch({"tokens": tokens, "attention_mask": mask}, rows, 1)
-    (piece,) = micro_batches(batch, settings)
-    return replace(piece, idle=True)
 
 
 class _Start(NamedTuple):

@@ -54,6 +54,23 @@ class NonFinite:
         pieces = "" if self.micro_batch is None else f" (micro-batch {self.micro_batch} of its rank)"
         return f"{self.what} of {rows}{place}{pieces}"
 
+    @classmethod
+    def first_of(
+        cls, passes: Iterable[TrainingPass], parts: Sequence[tuple[Batch, Loss]], ranks: RankGroup
+    ) -> NonFinite | None:
+        """Return the first row, over all ``ranks``, with a number that is not finite, and the first such number of it.
+
+        All ranks call this with the passes of their rows, and get the same.
+
+        parts: the mini-batches of an optimizer step on this rank, and their losses.
+        """
+        kinds = [*dict.fromkeys(name for batch, _ in parts for name in sorted(batch.columns)), *OUTPUTS]
+        found = [_encoded(number, kinds) for each in passes for number in _in_pass(each, parts[each.part][1])]
+        first = [min(found)] if found else []
+        numbers = torch.tensor(first, dtype=torch.int64, device=parts[0][0].rows.device).flatten()
+        gathered = ranks.gather(numbers).view(-1, _NUMBERS).tolist()
+        return _decoded(min(gathered), kinds) if gathered else None
+
 
 class NonFiniteStep(FloatingPointError):
     """Optimizer step that was not made, on all ranks of the model alike.
@@ -115,23 +132,6 @@ def _first(name: str, values: Tensor, rows: Tensor) -> NonFinite | None:
     wrong = ~values.isfinite().view(len(rows), -1)
     row = int(rows.masked_fill(~wrong.any(1), torch.iinfo(rows.dtype).max).argmin())
     return NonFinite(int(rows[row]), 0, name, int(wrong[row].int().argmax()) if values.ndim > 1 else None)
-
-
-def first_in_training(
-    passes: Iterable[TrainingPass], parts: Sequence[tuple[Batch, Loss]], ranks: RankGroup
-) -> NonFinite | None:
-    """Return the first row, over all ``ranks``, with a number that is not finite, and the first such number of it.
-
-    All ranks call this with the passes of their rows, and get the same.
-
-    parts: the mini-batches of an optimizer step on this rank, and their losses.
-    """
-    kinds = [*dict.fromkeys(name for batch, _ in parts for name in sorted(batch.columns)), *OUTPUTS]
-    found = [_encoded(number, kinds) for each in passes for number in _in_pass(each, parts[each.part][1])]
-    first = [min(found)] if found else []
-    numbers = torch.tensor(first, dtype=torch.int64, device=parts[0][0].rows.device).flatten()
-    gathered = ranks.gather(numbers).view(-1, _NUMBERS).tolist()
-    return _decoded(min(gathered), kinds) if gathered else None
 
 
 def _in_pass(each: TrainingPass, loss: Loss) -> Iterator[NonFinite]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.output_settings import NO_SWITCHES, Switches
+from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.engines.row_split import RowSplit
 from flexrlhf.memory.packed_rows import may_pack, takes_lengths
@@ -44,34 +43,29 @@ class PassSettings:
     pins: bool = True
     graphs: bool = False
 
+    @classmethod
+    def of(cls, context: EngineContext, config: Any) -> PassSettings:
+        """Return how sequences are laid out for the model of ``context``. ``config``: its Hugging Face config."""
+        settings, split = context.placed.settings, RowSplit.of(context, config)
+        # without a window the config of Qwen2-MoE has one of 0
+        window = getattr(config, "sliding_window", None) or None
+        of_model = config.model_type, settings.attention, window, context.lengths.total
+        takes_masks = may_pack(*of_model)
+        return cls(
+            lengths=context.lengths,
+            budget=settings.micro_batch_tokens,
+            packs=settings.pack_texts and takes_masks,
+            shares=settings.share_prompts,
+            dtype=DTYPES[settings.dtype],
+            masks=not takes_lengths(*of_model),
+            # torch's attention would copy a mask of any other width in each layer
+            multiple=(1 if context.device.type == "cpu" else 8) * (1 if split is None else split.multiple),
+            split=split,
+            slots=takes_masks and context.switches.slots,
+            pins=context.switches.pinned_memory,
+            graphs=settings.cuda_graphs,
+        )
+
     def within(self, budget: int | None) -> PassSettings:
         """Return the settings of passes of so many computed tokens; None: as they are."""
         return self if budget is None else replace(self, budget=budget)
-
-
-def pass_settings(
-    settings: ModelSpec,
-    config: Any,
-    lengths: Lengths,
-    device: torch.device,
-    split: RowSplit | None = None,
-    switches: Switches = NO_SWITCHES,
-) -> PassSettings:
-    """Return how sequences are laid out for a model. ``config``: its Hugging Face config."""
-    # without a window the config of Qwen2-MoE has one of 0
-    of_model = config.model_type, settings.attention, getattr(config, "sliding_window", None) or None, lengths.total
-    takes_masks = may_pack(*of_model)
-    return PassSettings(
-        lengths=lengths,
-        budget=settings.micro_batch_tokens,
-        packs=settings.pack_texts and takes_masks,
-        shares=settings.share_prompts,
-        dtype=DTYPES[settings.dtype],
-        masks=not takes_lengths(*of_model),
-        # torch's attention would copy a mask of any other width in each layer
-        multiple=(1 if device.type == "cpu" else 8) * (1 if split is None else split.multiple),
-        split=split,
-        slots=takes_masks and switches.slots,
-        pins=switches.pinned_memory,
-        graphs=settings.cuda_graphs,
-    )

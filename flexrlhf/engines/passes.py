@@ -17,23 +17,13 @@ from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Sampling,
 from flexrlhf.engines.context_parallel import own_part
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead
-from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
-from flexrlhf.engines.models import starting_weights
-from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training
-from flexrlhf.engines.pass_settings import PassSettings, pass_settings
-from flexrlhf.engines.readout import (
-    Computed,
-    PassRequest,
-    Readout,
-    losses_of,
-    outputs_of,
-    quantity_of,
-    totals_of,
-    without_gradient,
-)
+from flexrlhf.engines.micro_batch import MicroBatch
+from flexrlhf.engines.models import recomputing, starting_weights
+from flexrlhf.engines.non_finite import NonFinite, TrainingPass
+from flexrlhf.engines.pass_settings import PassSettings
+from flexrlhf.engines.readout import Computed, PassRequest, Readout, losses_of
 from flexrlhf.engines.router_losses import RouterTotals
 from flexrlhf.engines.router_replay import MISMATCH, Routers, make_routers
-from flexrlhf.engines.row_split import RowSplit
 from flexrlhf.engines.scalar_head import score_rule
 from flexrlhf.operators.columns import EXPERTS, Column
 
@@ -102,7 +92,7 @@ class Passes:
     @torch.no_grad()
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool) -> dict[str, Tensor]:
         """Compute ``columns`` (n, ...) of every row in one pass, as ``Engine.forward``."""
-        request = PassRequest(frozenset(map(quantity_of, columns)))
+        request = PassRequest.of(columns)
         with nullcontext() if adapters else starting_weights(self.model):
             pieces = []
             for piece in self._micro_batches(batch):
@@ -125,7 +115,7 @@ class Passes:
         counted = []
         for batch, loss in parts:
             pieces = self._micro_batches(batch)
-            counted.append((loss, totals_of(batch, self.dp), self._router_totals(loss, pieces), pieces))
+            counted.append((loss, Totals.of(batch, self.dp), self._router_totals(loss, pieces), pieces))
         work = [(loss, totals, of_routers, piece) for loss, totals, of_routers, pieces in counted for piece in pieces]
         for number, (loss, totals, of_routers, piece) in enumerate(work):
             with self._training(piece):
@@ -144,7 +134,7 @@ class Passes:
         """Return the totals of the routers' losses of a mini-batch; None: they have none."""
         if self.routers is None or self.routers.losses is None:
             return None
-        request = without_gradient(loss)
+        request = PassRequest.without_gradient(loss)
         return self.routers.totals(
             pieces, lambda piece: self._compute(piece, request), self._over_all_rows, self.model.device
         )
@@ -154,6 +144,10 @@ class Passes:
         if totals is None or self.routers is None or self.routers.losses is None:
             return 0.0
         return self.routers.losses.value(totals)
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Let the layers inside recompute their activations in backward."""
+        return recomputing(self.model)
 
     def balance_experts(self) -> None:
         """Move the biases of routers after an optimizer step on the passes since ``end_step``."""
@@ -167,7 +161,7 @@ class Passes:
 
     def idle_loss(self, loss: Loss) -> Tensor:
         """Return 0 () from a pass of ``loss`` that does not count, with a gradient of 0 for every trained weight."""
-        piece = idle_micro_batch(self.pass_settings, self.model.device)
+        piece = MicroBatch.one_idle(self.pass_settings, self.model.device)
         computed = self._compute(piece, self.readout.request_for(loss))
         return self.readout.loss(loss, Totals(1, 1, 1), piece, computed)[0]
 
@@ -177,7 +171,7 @@ class Passes:
 
         Computes the micro-batches of ``parts`` once more, without gradients.
         """
-        return first_in_training(self._training_passes(parts), parts, self.dp)
+        return NonFinite.first_of(self._training_passes(parts), parts, self.dp)
 
     @torch.no_grad()
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
@@ -193,7 +187,7 @@ class Passes:
 
     def _training_passes(self, parts: Sequence[tuple[Batch, Loss]]) -> Iterator[TrainingPass]:
         for part, (batch, loss) in enumerate(parts):
-            totals, request = totals_of(batch, self.dp), without_gradient(loss)
+            totals, request = Totals.of(batch, self.dp), PassRequest.without_gradient(loss)
             pieces = self._micro_batches(batch)
             of_routers = self._router_totals(loss, pieces)
             for number, piece in enumerate(pieces):
@@ -201,7 +195,7 @@ class Passes:
                     computed = self._compute(piece, request)
                     self._router_loss(of_routers)
                 if not piece.idle:
-                    yield TrainingPass(part, number, piece.batch, outputs_of(computed, loss), totals)
+                    yield TrainingPass(part, number, piece.batch, loss.outputs(computed), totals)
 
     def _replaying(self, piece: MicroBatch) -> AbstractContextManager[None]:
         return nullcontext() if self.routers is None else self.routers.replaying(piece)
@@ -216,9 +210,9 @@ class Passes:
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """Split ``batch``, with idle micro-batches up to the number of passes."""
-        pieces = list(micro_batches(batch, self.pass_settings))
+        pieces = list(MicroBatch.split(batch, self.pass_settings))
         num_idle = self._num_passes(len(pieces)) - len(pieces)
-        return pieces + [idle_micro_batch(self.pass_settings, batch.rows.device)] * num_idle if num_idle else pieces
+        return pieces + [MicroBatch.one_idle(self.pass_settings, batch.rows.device)] * num_idle if num_idle else pieces
 
     def _num_passes(self, count: int) -> int:
         """Return ``count``, or in lockstep the largest count of all its ranks."""
@@ -281,18 +275,16 @@ def make_passes(
     call: Callable[..., Any],
     head: LanguageHead | None,
     lockstep: bool,
-    split: RowSplit | None = None,
 ) -> Passes:
     """Return the passes of the model of ``context``; the other arguments go to ``Passes`` and ``Readout``.
 
     lockstep:  whether ranks with the same part of the model must call it equally often.
-    split:     of the rows over context-parallel ranks.
     """
     placed, config = context.placed, model.config
     rule = score_rule(config, placed.trained)
     readout = Readout(placed.head, head, context.lengths, context.temperature, rule)
     settings = placed.settings
-    laid_out = pass_settings(settings, config, context.lengths, context.device, split, context.switches)
+    laid_out = PassSettings.of(context, config)
     together = context.same_part if lockstep else None
     routers = make_routers(model, settings, placed.trained)
     return Passes(model, call, readout, settings, laid_out, context.dp, together, routers)

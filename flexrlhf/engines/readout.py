@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import Head
-from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Outputs, Totals, add_moments
+from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Totals, add_moments
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.non_finite import TrainingPass, forbid_update
@@ -35,6 +35,18 @@ class PassRequest:
     quantities: frozenset[Quantity]
     entropy: EntropyUse = "none"
     temperature: float | None = None
+
+    @classmethod
+    def of(cls, columns: Sequence[Column]) -> PassRequest:
+        """Return the request of a pass that computes ``columns``."""
+        return cls(frozenset(map(_quantity_of, columns)))
+
+    @classmethod
+    def without_gradient(cls, loss: Loss) -> PassRequest:
+        """Return the request of a pass of ``loss`` without gradients."""
+        quantities: set[Quantity] = {loss.quantity, "values"} if loss.with_values else {loss.quantity}
+        entropy: EntropyUse = "none" if loss.entropy == "none" else "value"
+        return cls(frozenset(quantities), entropy, loss.temperature)
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,7 @@ class Readout:
         quantities = self.request_for(loss).quantities
         if piece.idle:
             return _zero_of(computed, quantities), {}
-        value, statistics = loss.function(outputs_of(computed, loss), piece.batch, totals)
+        value, statistics = loss.function(loss.outputs(computed), piece.batch, totals)
         forbid_update(value, [computed[quantity] for quantity in quantities])
         return (value + _zero_of(computed, quantities) if self.heads == "both" else value), statistics
 
@@ -112,7 +124,7 @@ class Readout:
             widths = {column.name: self.lengths.width(column) for column in columns}
             return {name: torch.zeros((0,) if w is None else (0, w), device=device) for name, w in widths.items()}
         back = torch.cat([order for order, _ in computed]).argsort()
-        quantities = {column.name: quantity_of(column) for column in columns}
+        quantities = {column.name: _quantity_of(column) for column in columns}
         return {
             name: torch.cat([outputs[quantity] for _, outputs in computed])[back]
             for name, quantity in quantities.items()
@@ -154,19 +166,6 @@ class Readout:
         return values if quantity == "values" else values[:, 1:]
 
 
-def outputs_of(computed: Mapping[str, Tensor], loss: Loss) -> Outputs:
-    """Return what ``loss`` reads of a pass."""
-    values = computed["values"] if loss.with_values else None
-    return Outputs(computed[loss.quantity], computed.get("entropy"), values)
-
-
-def without_gradient(loss: Loss) -> PassRequest:
-    """Return the request of a pass of ``loss`` without gradients."""
-    quantities: set[Quantity] = {loss.quantity, "values"} if loss.with_values else {loss.quantity}
-    entropy: EntropyUse = "none" if loss.entropy == "none" else "value"
-    return PassRequest(frozenset(quantities), entropy, loss.temperature)
-
-
 def losses_of(passes: Iterable[TrainingPass], parts: Sequence[tuple[Batch, Loss]], dp: RankGroup) -> Moments:
     """Return the statistics of the losses of ``parts``, and their sum, as ``Engine.losses``."""
     device = parts[0][0].rows.device
@@ -180,19 +179,10 @@ def losses_of(passes: Iterable[TrainingPass], parts: Sequence[tuple[Batch, Loss]
     return statistics | {"total_loss": torch.stack([torch.full_like(total, float(dp.is_first)), total, total * total])}
 
 
-def quantity_of(column: Column) -> Quantity:
+def _quantity_of(column: Column) -> Quantity:
     """Return the quantity of a model that ``column`` is."""
     assert column.quantity is not None, f"{column.name} is not computed by a model"
     return column.quantity
-
-
-def totals_of(batch: Batch, dp: RankGroup) -> Totals:
-    """Count a mini-batch over all data-parallel ranks."""
-    mask, sampled = batch.mask.double(), batch.sampled_mask.double()
-    counts = [number for each in (mask, sampled) for number in (each.sum(), (each.sum(1) > 0).double().sum())]
-    sums = dp.sum(torch.stack([*counts, mask.new_tensor(len(batch))])).tolist()
-    tokens, sequences, sampled_tokens, sampled_sequences, rows = sums
-    return Totals(tokens, sequences, rows / batch.samples_per_prompt, sampled_tokens, sampled_sequences)
 
 
 def _zero_of(computed: Mapping[str, Tensor], quantities: Collection[Quantity]) -> Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup, Summed
+from flexrlhf.engines.base import EngineContext
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,15 @@ class RowSplit:
     ranks: RankGroup
     index: int
     is_zigzag: bool
+
+    @classmethod
+    def of(cls, context: EngineContext, config: Any) -> RowSplit | None:
+        """Return the split of rows over the context-parallel ranks of a model; None if it has one alone."""
+        if context.cp is None:
+            return None
+        ranks = context.cp.parts
+        assert ranks.group is not None, "context-parallel ranks are several"
+        return cls(ranks, dist.get_rank(ranks.group), context.placed.settings.is_ring(config.num_attention_heads))
 
     @property
     def num_parts(self) -> int:

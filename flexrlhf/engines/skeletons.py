@@ -7,17 +7,16 @@ A parameter that the files contain is a placeholder: of its shape and type, on t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexrlhf.engines.base import EngineContext
-from flexrlhf.engines.models import add_parts, empty_model, load_model, may_lack_head, seeded, settle
+from flexrlhf.engines.language_head import LanguageHead, use_language_head
+from flexrlhf.engines.models import add_parts, empty_model, load_model, may_lack_head, seeded, settle, use_kernels
 from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader, StoredPieces
 from flexrlhf.placement.placed import PlacedModel
@@ -45,6 +44,41 @@ class Skeleton:
     parts: Mapping[str, Part]
     reader: PartReader = field(default_factory=PartReader)
 
+    @classmethod
+    def of(cls, context: EngineContext) -> Skeleton:
+        """Return the skeleton of the model of ``context``, or the whole model in float32 where none can be made."""
+        placed, pad_token_id = context.placed, context.pad_token_id
+        with seeded(context.seed):
+            made = _with_placeholders(placed)
+        if made is None:
+            return cls.of_whole_model(context)
+        model, stored = made
+        settle(model, placed, pad_token_id)
+        skeleton = cls(model, stored, {})
+        return replace(skeleton, parts=skeleton.planned_parts(context))
+
+    @classmethod
+    def of_whole_model(cls, context: EngineContext) -> Skeleton:
+        """Return the model of ``context`` whole and in float32, on the CPU."""
+        return cls(load_model(context.placed, context.seed, context.pad_token_id), {}, {})
+
+    def planned_parts(self, context: EngineContext) -> Mapping[str, Part]:
+        """Return the part of every parameter of the model that this rank stores, by name."""
+        shapes = tuple(sorted((name, tuple(each.shape)) for name, each in self.model.named_parameters()))
+        shape = ModelShape(shapes, is_tied=context.is_tied(self.model.config))
+        return parts_on(context.placed, shape, context.rank_in_run)
+
+    def use_kernels(self, context: EngineContext) -> LanguageHead | None:
+        """Give the model the kernels of its settings, and a language head of ours; None: it has its own, or none."""
+        settings = context.placed.settings
+        head = use_language_head(self.model, settings.logits_at_a_time)
+        use_kernels(self.model, settings, context.switches)
+        return head
+
+    def cast_placeholders(self, dtype: torch.dtype) -> None:
+        """Give the placeholders another type."""
+        self.replace_placeholders(lambda parameter: placeholder(parameter.shape, dtype))
+
     def replace_placeholders(self, make: Callable[[nn.Parameter], Tensor]) -> None:
         """Replace the values of each placeholder by the result of ``make`` for it."""
         for name, parameter in self.model.named_parameters():
@@ -54,35 +88,6 @@ class Skeleton:
     def read(self, name: str, target: Tensor) -> None:
         """Read this rank's part of a parameter into ``target``, in its type."""
         self.reader.read_pieces(self.stored[name], self.parts[name], target)
-
-
-def make_skeleton(context: EngineContext) -> Skeleton:
-    """Return the skeleton of the model of ``context``, or the whole model in float32 where none can be made."""
-    placed, pad_token_id = context.placed, context.pad_token_id
-    with seeded(context.seed):
-        made = _with_placeholders(placed)
-    if made is None:
-        return whole_model(context)
-    model, stored = made
-    settle(model, placed, pad_token_id)
-    return Skeleton(model, stored, planned_parts(context, model))
-
-
-def planned_parts(context: EngineContext, model: PreTrainedModel) -> Mapping[str, Part]:
-    """Return the part of every parameter of ``model`` that this rank stores, by name."""
-    shapes = tuple(sorted((name, tuple(each.shape)) for name, each in model.named_parameters()))
-    shape = ModelShape(shapes, is_tied=is_tied(context.placed, model.config))
-    return parts_on(context.placed, shape, rank_in_run(context))
-
-
-def is_tied(placed: PlacedModel, config: Any) -> bool:
-    """Whether the embedding is also the language head. ``config``: its Hugging Face config."""
-    return placed.head != "scalar" and bool(config.tie_word_embeddings)
-
-
-def whole_model(context: EngineContext) -> Skeleton:
-    """Return the model of ``context`` whole and in float32, on the CPU."""
-    return Skeleton(load_model(context.placed, context.seed, context.pad_token_id), {}, {})
 
 
 def swap_values(parameter: nn.Parameter, values: Tensor) -> None:
@@ -96,14 +101,6 @@ def swap_values(parameter: nn.Parameter, values: Tensor) -> None:
 def placeholder(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor on the CPU whose elements are all the same one."""
     return torch.zeros((), dtype=dtype).expand(shape)
-
-
-def rank_in_run(context: EngineContext) -> int:
-    """Return the number of this rank in the run."""
-    for each in (context.same_part, context.tp):
-        if each.group is not None:
-            return each.ranks[dist.get_rank(each.group)]
-    return context.dp.ranks[0]
 
 
 def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, StoredPieces]] | None:

@@ -22,7 +22,7 @@ from flexrlhf.config.model_settings import Dtype, ModelSpec, SavedDtype
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.chat import read_chat_format
-from flexrlhf.engines.base import WEIGHTS
+from flexrlhf.engines.base import TrainingState
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.plan.hub_names import in_cache
@@ -87,7 +87,7 @@ def find_trained_model(run: Path, role: str | None) -> TrainedModel:
     if chosen not in roles:
         raise UserError(f"--model {chosen}: {checkpoint} has {', '.join(roles)}{nearest(chosen, roles)}")
     spec, reader = in_cache(manifest.settings), PieceReader(path, chosen)
-    prefix = piece_key(WEIGHTS, "")
+    prefix = piece_key(TrainingState.WEIGHTS, "")
     names = sorted(key.removeprefix(prefix) for key in reader.pieces if key.startswith(prefix))
     config = (path / f"{chosen}.config.json").read_text()
     return _trained_model(spec, chosen, config, names, lambda name: reader.tensor(prefix + name), path)

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from flexrlhf.engines.base import WEIGHTS, StateTensor
+from flexrlhf.engines.base import StateTensor, TrainingState
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import POSITION, PRESENT
@@ -81,7 +81,7 @@ def follower_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
     """Return the weights that ``rank`` writes of a copy which may be behind its trained model."""
     parts, live = trained_parts(model.placed, model.shape, rank), model.engine.weights()
     names = [name for name in written_names(model.placed, model.shape, rank) if live[name].numel()]
-    return {piece_key(WEIGHTS, name): Piece(live[name], parts[name]) for name in sorted(names)}
+    return {piece_key(TrainingState.WEIGHTS, name): Piece(live[name], parts[name]) for name in sorted(names)}
 
 
 def part_of(tensor: StateTensor, parts: Parts, name: str) -> Part:

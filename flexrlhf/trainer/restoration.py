@@ -14,7 +14,7 @@ from pathlib import Path
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
 from flexrlhf.config.spec import Spec
-from flexrlhf.engines.base import WEIGHTS
+from flexrlhf.engines.base import TrainingState
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName
@@ -185,7 +185,10 @@ def _load_weights(model: LoadedModel, reader: PieceReader, parts: Parts, bucket_
     for names in bucket_names(parts, 4, bucket_bytes):
         live = model.engine.weights()
         model.engine.load_weights(
-            {name: reader.read(piece_key(WEIGHTS, name), parts[name]).to(live[name].device) for name in names}
+            {
+                name: reader.read(piece_key(TrainingState.WEIGHTS, name), parts[name]).to(live[name].device)
+                for name in names
+            }
         )
 
 

@@ -24,7 +24,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import cut
 from flexrlhf.comm.world import ALONE, Groups, World, open_world
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
-from flexrlhf.engines.base import WEIGHTS, Engine, EngineContext, ExpertRanks, make_engine
+from flexrlhf.engines.base import Engine, EngineContext, ExpertRanks, TrainingState, make_engine
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.weight_files import PartReader
@@ -126,7 +126,7 @@ def differing(engine: Engine, whole: Mapping[str, Tensor], parts: Parts) -> list
     if any(parameter.requires_grad for parameter in engine._model.parameters()):  # type: ignore[attr-defined]
         live |= {
             (name, part_of(tensor, parts, name)): tensor.values
-            for name, tensor in engine.training_state().tensors[WEIGHTS].items()
+            for name, tensor in engine.training_state().tensors[TrainingState.WEIGHTS].items()
         }
     return [
         name

@@ -31,7 +31,6 @@ from flexrlhf.config.model_names import LLAMA_LIKE
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.models import load_model
-from flexrlhf.engines.readout import totals_of
 from flexrlhf.engines.scalar_head import HeadsOutput, saved_value_head
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Column
@@ -270,7 +269,7 @@ def test_rows_that_count_for_nothing_are_not_counted() -> None:
     mask[1:3] = 0
     counting = Batch({**batch.columns, "loss_mask": mask}, batch.rows, 1)
     assert torch.equal(counting.mask, mask) and batch.mask is batch["response_mask"]
-    totals = totals_of(counting, trunk()._passes.dp)
+    totals = Totals.of(counting, trunk()._passes.dp)
     assert (totals.tokens, totals.sequences, totals.prompts) == (int(mask.sum()), 3, 5)
 
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heapreplace
 from threading import Barrier, Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.config.output_settings import NO_SWITCHES
 from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
-from flexrlhf.engines.pass_settings import PassSettings, pass_settings
+from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.readout import Readout
 from flexrlhf.engines.sampling import completes_stop, gumbel_noise
@@ -68,7 +71,14 @@ def passes_of(model: PreTrainedModel, rows_together: int = NUM_ROWS, dp: RankGro
     head = model.lm_head if isinstance(model.lm_head, LanguageHead) else None
     settings = ModelSpec(init=TINY, generate_tokens=rows_together * (LENGTHS.prompt + LENGTHS.response))
     readout = Readout("causal", head, LENGTHS, 1.0)
-    laid_out = pass_settings(settings, model.config, LENGTHS, torch.device("cpu"))
+    context: Any = SimpleNamespace(
+        placed=SimpleNamespace(settings=settings),
+        lengths=LENGTHS,
+        device=torch.device("cpu"),
+        cp=None,
+        switches=NO_SWITCHES,
+    )
+    laid_out = PassSettings.of(context, model.config)
     return Passes(model, model, readout, settings, laid_out, dp or ONE_RANK, lockstep=dp)
 
 

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from flexrlhf.config.model_settings import LoraSpec
-from flexrlhf.engines.experts import ExpertSplit, add_expert_adapters, split_experts
+from flexrlhf.engines.experts import ExpertSplit, add_expert_adapters
 from flexrlhf.engines.torch.fsdp import apply_fsdp
 
 LAYERS = 3
@@ -53,7 +53,7 @@ def test_the_host_waits_once_in_a_layer_and_results_are_the_same(shared: str, al
         add_expert_adapters(model, LoraSpec(rank=2), ["gate_up_proj", "down_proj"])
     else:
         groups = (alone if shared in (each, "both") else None for each in ("ep", "tp"))
-        split_experts(model, model.config, ExpertSplit(*groups))
+        ExpertSplit(*groups).apply(model, model.config)
     own.config._experts_implementation = "grouped_mm"
     found: list[Tensor] = []
     reads = host_reads(lambda: found.extend(trained(model)))
@@ -72,7 +72,7 @@ def test_the_next_layer_is_gathered_before_the_host_waits(has_units: bool, alone
     """By the names of FSDP2's events."""
     model = model_of()
     mesh = DeviceMesh.from_group(alone, "cpu", mesh_dim_names=("dp",))
-    split_experts(model, model.config, ExpertSplit(alone, None))
+    ExpertSplit(alone, None).apply(model, model.config)
     apply_fsdp(model, mesh, 3, torch.float32, mesh if has_units else None)
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         trained(model)

@@ -9,7 +9,7 @@ import torch
 from small_models import TINY, engine_of, likelihood, mini_batch, snapshot, train_in_turn
 from torch import Tensor
 
-from flexrlhf.engines.base import WEIGHTS
+from flexrlhf.engines.base import TrainingState
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.torch.engine import TorchEngine
 
@@ -66,8 +66,8 @@ def test_biases_are_a_part_of_the_training_state_without_moments() -> None:
     trained = engine()
     trained.train([(mini_batch(), likelihood())])
     state = trained.training_state()
-    assert [kind for kind, tensors in state.tensors.items() if NAME in tensors] == [WEIGHTS]
-    assert state.tensors[WEIGHTS][NAME].values.any() and "exp_avg" in state.tensors
+    assert [kind for kind, tensors in state.tensors.items() if NAME in tensors] == [TrainingState.WEIGHTS]
+    assert state.tensors[TrainingState.WEIGHTS][NAME].values.any() and "exp_avg" in state.tensors
     fresh = engine()
     fresh.load_weights({NAME: trained.weights()[NAME]})
     assert torch.equal(fresh.weights()[NAME], trained.weights()[NAME])

@@ -19,7 +19,7 @@ from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import token_logprobs
-from flexrlhf.engines.micro_batch import MicroBatch, micro_batches
+from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.models import use_kernels
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.passes import no_search_for_texts
@@ -285,7 +285,7 @@ def first_pass(dtype: str, samples: int, masks: bool) -> MicroBatch:
         mask[row, LONGEST.prompt - prompt : LONGEST.prompt + RESPONSES[row % 4]] = 1
     columns = {"tokens": torch.ones_like(mask, dtype=torch.int32), "attention_mask": mask}
     settings = PassSettings(LONGEST, 2048, packs=True, shares=True, dtype=DTYPES[dtype], masks=masks)
-    pieces = micro_batches(Batch(columns, torch.arange(64), samples), settings)
+    pieces = MicroBatch.split(Batch(columns, torch.arange(64), samples), settings)
     return next(piece for piece in pieces if not masks or piece.attention_mask is not None)
 
 

@@ -20,7 +20,6 @@ from flexrlhf.engines.non_finite import (
     NonFiniteStep,
     TrainingPass,
     first_in_columns,
-    first_in_training,
     forbid_update,
 )
 from flexrlhf.errors import RunStopped
@@ -111,7 +110,7 @@ def found_by(
 ) -> NonFinite | None:
     batch, loss = replace(batch, compares=compares), Loss("logprobs", function, ())
     passes = [TrainingPass(0, 2, batch, outputs, TOTALS)] if len(batch) else []
-    return first_in_training(passes, [(batch, loss)], ranks or RankGroup(None, (0,), lambda work, ranks: None))
+    return NonFinite.first_of(passes, [(batch, loss)], ranks or RankGroup(None, (0,), lambda work, ranks: None))
 
 
 def test_training_names_what_was_wrong_first() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.engines.base import Batch
-from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
+from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.memory.packed_rows import packed
 from flexrlhf.operators.columns import Lengths
@@ -40,7 +40,7 @@ def batch_of(texts: list[tuple[int, int]], samples_per_prompt: int = 1, same_pro
 def split(
     texts: list[tuple[int, int]], settings: PassSettings = APART, samples: int = 1, compares: bool = False
 ) -> list[MicroBatch]:
-    return list(micro_batches(replace(batch_of(texts, samples, same_prompts=True), compares=compares), settings))
+    return list(MicroBatch.split(replace(batch_of(texts, samples, same_prompts=True), compares=compares), settings))
 
 
 def texts_of(piece: MicroBatch) -> list[list[int]]:
@@ -129,9 +129,9 @@ def test_one_text_in_each_row_needs_no_mask() -> None:
 
 def test_other_prompts_are_not_shared() -> None:
     """Whole texts of another tokenizer end at the prompt's last place, and differ within a unit."""
-    (piece,) = micro_batches(batch_of([(3, 1), (3, 1)], 2), SHARED)
+    (piece,) = MicroBatch.split(batch_of([(3, 1), (3, 1)], 2), SHARED)
     assert texts_of(piece) == [[1, 2, 3, 4], [101, 102, 103, 104]]
-    (piece,) = micro_batches(batch_of([(3, 1), (2, 1)], 2, same_prompts=True), SHARED)
+    (piece,) = MicroBatch.split(batch_of([(3, 1), (2, 1)], 2, same_prompts=True), SHARED)
     assert texts_of(piece) == [[1, 2, 3, 4], [2, 3, 104]]
 
 
@@ -149,7 +149,7 @@ def test_random_texts_see_themselves_alone(settings: PassSettings, compares: boo
         texts = [(prompt, rng.randint(0, 6)) for prompt in prompts for _ in range(samples)]
         batch = batch_of(texts, samples, same_prompts=True)
         budget, longest = rng.randint(1, 80), max(map(sum, texts))
-        pieces = list(micro_batches(replace(batch, compares=compares), replace(settings, budget=budget)))
+        pieces = list(MicroBatch.split(replace(batch, compares=compares), replace(settings, budget=budget)))
         assert sorted(row for piece in pieces for row in piece.order.tolist()) == list(range(len(texts)))
         for piece in pieces:
             assert piece.batch.rows.tolist() == piece.order.tolist() == sorted(piece.order.tolist())
@@ -182,7 +182,7 @@ def test_samples_of_a_prompt_are_divided(settings: PassSettings) -> None:
 
 
 def test_an_empty_batch_has_no_micro_batch() -> None:
-    assert list(micro_batches(batch_of([(1, 1)]).select(slice(0, 0)), APART)) == []
+    assert list(MicroBatch.split(batch_of([(1, 1)]).select(slice(0, 0)), APART)) == []
 
 
 @pytest.mark.parametrize("settings", [APART, PACKED, SHARED], ids=["apart", "packed", "shared"])
@@ -199,15 +199,15 @@ def test_the_same_text_is_computed_once() -> None:
     """So that equal samples of a group have equal scores, to the last bit."""
     batch = batch_of([(2, 1), (2, 2), (2, 1)], 3, same_prompts=True)
     batch["tokens"][2] = batch["tokens"][0]
-    (piece,) = micro_batches(batch, SHARED)
+    (piece,) = MicroBatch.split(batch, SHARED)
     assert piece.tokens.tolist() == [[2, 3, 4, 104, 105]]
     assert torch.equal(piece.places[0], piece.places[2]) and piece.order.tolist() == [0, 1, 2]
-    (piece,) = micro_batches(batch, PACKED)
+    (piece,) = MicroBatch.split(batch, PACKED)
     assert piece.tokens.numel() == 8 and texts_of(piece) == [[2, 3, 4], [2, 3, 104, 105], [2, 3, 4]]
-    (piece,) = micro_batches(batch, APART)
+    (piece,) = MicroBatch.split(batch, APART)
     assert len(piece.tokens) == 2 and texts_of(piece) == [[2, 3, 4], [2, 3, 104, 105], [2, 3, 4]]
     for settings in (APART, PACKED, SHARED):
-        long, short = micro_batches(batch, replace(settings, budget=1))
+        long, short = MicroBatch.split(batch, replace(settings, budget=1))
         assert texts_of(long) == [[2, 3, 104, 105]] and texts_of(short) == [[2, 3, 4]] * 2
         assert short.order.tolist() == [0, 2] and short.tokens.numel() == 3
 
@@ -228,7 +228,7 @@ def test_models_that_compute_the_same_texts_decide_their_layout_once() -> None:
 def test_an_idle_micro_batch_is_one_row_of_two_tokens() -> None:
     """The last place of the prompt and the first of the response, for a rank that must call without rows."""
     for settings in (APART, SHARED):
-        piece = idle_micro_batch(settings, torch.device("cpu"))
+        piece = MicroBatch.one_idle(settings, torch.device("cpu"))
         assert piece.idle and not split([(2, 3)], settings)[0].idle
         assert piece.position_ids.tolist() == [[0, 1]]
         assert piece.tokens.shape == (1, 2)

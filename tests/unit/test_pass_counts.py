@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexrlhf.engines.base import Batch
-from flexrlhf.engines.micro_batch import MicroBatch, micro_batches
+from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.guideline.costs.cost_model import MeanPass
 from flexrlhf.guideline.simulation.calls import MOST_TEXTS, TextLayout, all_passes, mean_pass, text_groups
@@ -44,7 +44,7 @@ def batch_of(groups: list[TextGroup]) -> Batch:
 def executed(groups: list[TextGroup], layout: TextLayout) -> list[MicroBatch]:
     """Passes of an engine."""
     settings = PassSettings(LONGEST, layout.budget, layout.packs, layout.shares, masks=layout.masks)
-    return list(micro_batches(replace(batch_of(groups), compares=layout.compares), settings))
+    return list(MicroBatch.split(replace(batch_of(groups), compares=layout.compares), settings))
 
 
 def pairs_of(piece: MicroBatch, layout: TextLayout) -> int:

@@ -21,35 +21,17 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from flexrlhf.comm.world import as_world
-from flexrlhf.engines.base import (
-    WEIGHTS,
-    Batch,
-    EngineContext,
-    Loss,
-    MemoryUsage,
-    Moments,
-    Sampling,
-    StateTensor,
-    TrainingState,
-)
+from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, StateTensor, TrainingState
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config, partitions_plainly
 from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, partition, shard, state_tensors_by_kind
 from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
-from flexrlhf.engines.language_head import use_language_head
-from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
+from flexrlhf.engines.models import DTYPES
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.offloaded_activations import checkpoint_layers
-from flexrlhf.engines.optimizers import (
-    learning_rate,
-    make_optimizer,
-    make_scheduler,
-    set_num_updates,
-    state_tensors,
-    update_statistics,
-)
+from flexrlhf.engines.optimizers import ScheduledOptimizer, make_optimizer
 from flexrlhf.engines.passes import make_passes
 from flexrlhf.engines.router_biases import router_biases
-from flexrlhf.engines.skeletons import Skeleton, make_skeleton, placeholder, whole_model
+from flexrlhf.engines.skeletons import Skeleton
 from flexrlhf.engines.tensor_parallel import TensorParallelNames, apply_tensor_parallel
 from flexrlhf.operators.columns import Column
 
@@ -137,11 +119,10 @@ class DeepSpeedEngine(Lender):
         self._device, self._await_device = context.device, context.await_device
         self._linear = torch.nn.functional.linear
         self._deepspeed = _import_deepspeed(context.device)
-        skeleton = make_skeleton(context) if partitions_plainly(self._settings) else whole_model(context)
+        skeleton = _skeleton(context)
         self._model = skeleton.model
         self.config = self._model.config
-        head = use_language_head(self._model, self._settings.logits_at_a_time)
-        use_kernels(self._model, self._settings, context.switches)
+        head = skeleton.use_kernels(context)
         checkpoint_layers(self._model, context)
         self._tp, names = context.tp, TensorParallelNames()
         if context.tp.group is not None:
@@ -150,10 +131,7 @@ class DeepSpeedEngine(Lender):
         self._allocate(skeleton, context.device)
         self._mark(names)
         self._split = names.split
-        optimizer = self._settings.optimizer
-        trained = sorted((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
-        self._optimizer = make_optimizer(optimizer, [p for _, p in trained]) if placed.trained else None
-        self._scheduler = make_scheduler(optimizer, self._optimizer, context.num_updates) if self._optimizer else None
+        self._optimizer = self._make_optimizer(context.num_updates) if placed.trained else None
         self._align_counters(context)
         if self._settings.zero == 3 and self._settings.tiled_mlp:
             # its weights are then gathered for all tiles, not for each product of one
@@ -168,6 +146,11 @@ class DeepSpeedEngine(Lender):
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
         self._gradient_bytes = 0
+
+    def _make_optimizer(self, num_updates: int) -> ScheduledOptimizer:
+        settings = self._settings.optimizer
+        trained = sorted((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
+        return ScheduledOptimizer(settings, make_optimizer(settings, [p for _, p in trained]), num_updates)
 
     def _align_counters(self, context: EngineContext) -> None:
         """Set DeepSpeed's counters of modules and parameters to the same numbers on all ranks.
@@ -187,7 +170,7 @@ class DeepSpeedEngine(Lender):
         """Give placeholders the type that DeepSpeed computes in, and read a model that is not partitioned."""
         dtype = DTYPES[self._settings.dtype]
         if self._settings.zero == 3:
-            skeleton.replace_placeholders(lambda parameter: placeholder(parameter.shape, dtype))
+            skeleton.cast_placeholders(dtype)
             return
         skeleton.replace_placeholders(lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
         for name in skeleton.stored:
@@ -218,7 +201,7 @@ class DeepSpeedEngine(Lender):
         buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         engine, *_ = self._deepspeed.initialize(
             model=self._model,
-            optimizer=self._optimizer,
+            optimizer=None if self._optimizer is None else self._optimizer.optimizer,
             config=self._config(),
             mpu=self._mpu,
             dist_init_required=False,
@@ -256,15 +239,15 @@ class DeepSpeedEngine(Lender):
 
     def train(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         assert self._optimizer is not None, "this placed model is not trained"
-        with self._as_world(), recomputing(self._model):
+        with self._as_world(), self._passes.recomputing():
             return self._passes.backward(parts, self._backward) | self._finish_step(parts)
 
     def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
-        with self._as_world(), recomputing(self._model):
+        with self._as_world(), self._passes.recomputing():
             return self._passes.backward(parts, lambda value, _: self._backward(value, False))
 
     def step(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
-        with self._as_world(), recomputing(self._model):
+        with self._as_world(), self._passes.recomputing():
             # DeepSpeed sums gradients over ranks in the last backward pass of a step, here one that adds nothing
             self._backward(self._passes.idle_loss(parts[0][1]), True)
             return self._finish_step(parts)
@@ -292,10 +275,10 @@ class DeepSpeedEngine(Lender):
             self._passes.end_step()
 
     def _update(self) -> Moments:
-        assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"
+        assert self._optimizer is not None, "this placed model is not trained"
         self._gradient_bytes = storage_bytes(self._gradients())
         self._await_device()
-        rate = learning_rate(self._optimizer)
+        rate = self._optimizer.learning_rate
         norm = self._clip() if clips_itself(self._settings) else None
         if norm is None or torch.isfinite(norm):
             self._engine.step()
@@ -305,15 +288,15 @@ class DeepSpeedEngine(Lender):
             self._engine.zero_grad()
             skipped = True
         if not skipped:
-            self._scheduler.step()
+            self._optimizer.end_update()
             self._passes.balance_experts()
         norm = torch.as_tensor(self._engine.get_global_grad_norm() if norm is None else norm, device=self._device)
         is_scaled = self._settings.dtype == "float16"
         # DeepSpeed reports some norms that are not finite as -1
         if not is_scaled and not (torch.isfinite(norm) and norm >= 0):
             assert skipped, "DeepSpeed makes no step with such a norm"
-            raise NonFiniteStep(update_statistics(rate, norm, is_scaled=True, skipped=True))
-        return update_statistics(rate, norm, is_scaled, skipped)
+            raise NonFiniteStep(self._optimizer.statistics(rate, norm, is_scaled=True, skipped=True))
+        return self._optimizer.statistics(rate, norm, is_scaled, skipped)
 
     def _clip(self) -> Tensor:
         """Clip the gradients; return their norm () before."""
@@ -349,21 +332,21 @@ class DeepSpeedEngine(Lender):
             self._engine.optimizer.empty_partition_cache()
 
     def training_state(self) -> TrainingState:
-        assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"
+        assert self._optimizer is not None, "this placed model is not trained"
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        wrapper, settings = self._engine.optimizer, self._settings.optimizer
-        live = state_tensors_by_kind(wrapper, self._optimizer, settings, trained, self._mpu.dp.rank())
+        wrapper = self._engine.optimizer
+        live = state_tensors_by_kind(wrapper, self._optimizer, trained, self._mpu.dp.rank())
         for tensors in live.values():
             for name, each in tensors.items():
                 tensors[name] = replace(each, values=self._host_offload.readable(each.values))
         biases = {name: StateTensor(bias) for name, bias in router_biases(self._model).items()}
         if biases:
-            live[WEIGHTS] |= biases
-        return TrainingState(live, {"updates": float(self._scheduler.last_epoch), **loss_scale(wrapper)})
+            live[TrainingState.WEIGHTS] |= biases
+        return TrainingState(live, {"updates": float(self._optimizer.num_updates), **loss_scale(wrapper)})
 
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
-        assert self._optimizer is not None and self._scheduler is not None, "this placed model is not trained"
-        set_num_updates(self._optimizer, self._scheduler, int(numbers["updates"]))
+        assert self._optimizer is not None, "this placed model is not trained"
+        self._optimizer.num_updates = int(numbers["updates"])
         load_loss_scale(self._engine.optimizer, numbers)
 
     def memory_usage(self) -> MemoryUsage:
@@ -384,7 +367,7 @@ class DeepSpeedEngine(Lender):
     def close(self) -> None:
         with self._as_world():
             self._engine.destroy()
-        del self._engine, self._model, self._passes, self._optimizer, self._scheduler
+        del self._engine, self._model, self._passes, self._optimizer
 
     def _stored(self) -> list[Tensor]:
         return [getattr(parameter, "ds_tensor", parameter).detach() for parameter in self._model.parameters()]
@@ -392,13 +375,19 @@ class DeepSpeedEngine(Lender):
     def _optimizer_tensors(self) -> list[Tensor]:
         if self._optimizer is None:
             return []
-        return [*_tensors_of(self._engine.optimizer, _MASTERS), *state_tensors(self._optimizer)]
+        return [*_tensors_of(self._engine.optimizer, _MASTERS), *self._optimizer.tensors()]
 
     def _gradients(self) -> list[Tensor]:
         if self._optimizer is None:
             return []
         own = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         return [*own, *_tensors_of(self._engine.optimizer, _GRADIENTS)]
+
+
+def _skeleton(context: EngineContext) -> Skeleton:
+    if partitions_plainly(context.placed.settings):
+        return Skeleton.of(context)
+    return Skeleton.of_whole_model(context)
 
 
 def _tensors_of(owner: Any, names: tuple[str, ...]) -> list[Tensor]:

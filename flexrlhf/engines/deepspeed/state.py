@@ -15,18 +15,16 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
-from flexrlhf.config.model_settings import OptimizerSpec
-from flexrlhf.engines.base import WEIGHTS, StateTensor
-from flexrlhf.engines.optimizers import optimizer_moments
+from flexrlhf.engines.base import StateTensor, TrainingState
+from flexrlhf.engines.optimizers import ScheduledOptimizer
 
 _PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 """Attributes of the optimizers of stages 1 and 2 with this rank's range of each group, in float32."""
 
 
 def state_tensors_by_kind(
-    wrapper: Any, optimizer: Optimizer, settings: OptimizerSpec, parameters: Mapping[str, Parameter], rank: int
+    wrapper: Any, optimizer: ScheduledOptimizer, parameters: Mapping[str, Parameter], rank: int
 ) -> dict[str, dict[str, StateTensor]]:
     """Return this rank's tensors of the trained ``parameters``: kind → parameter → tensor.
 
@@ -38,8 +36,8 @@ def state_tensors_by_kind(
         piece = _piece(wrapper, parameter, rank)
         if piece is None:
             continue
-        moments = optimizer_moments(settings, optimizer, piece.owner)
-        for kind, whole in {WEIGHTS: piece.owner.detach(), **moments}.items():
+        moments = optimizer.moments(piece.owner)
+        for kind, whole in {TrainingState.WEIGHTS: piece.owner.detach(), **moments}.items():
             tensors[kind][name] = StateTensor(piece.of(whole), piece.flat)
     return dict(tensors)
 

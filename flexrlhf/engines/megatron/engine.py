@@ -15,19 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from flexrlhf.engines.base import (
-    WEIGHTS,
-    Batch,
-    EngineContext,
-    Loss,
-    MemoryUsage,
-    Moments,
-    Sampling,
-    StageRanks,
-    StateTensor,
-    TrainingState,
-)
-from flexrlhf.engines.context_parallel import row_split
+from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, StateTensor, TrainingState
 from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
 from flexrlhf.engines.megatron.adapters import starting_weights
 from flexrlhf.engines.megatron.config import gradient_config, prepare_process, transformer_config
@@ -37,10 +25,10 @@ from flexrlhf.engines.megatron.passes import StagePasses
 from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, add_adapters, rows_by_name
 from flexrlhf.engines.megatron.update import StageUpdate
 from flexrlhf.engines.non_finite import NonFiniteStep
-from flexrlhf.engines.pass_settings import pass_settings
+from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.readout import Readout
 from flexrlhf.engines.scalar_head import score_rule
-from flexrlhf.engines.skeletons import Skeleton, is_tied, make_skeleton, planned_parts
+from flexrlhf.engines.skeletons import Skeleton
 from flexrlhf.operators.columns import Column
 from flexrlhf.weights.families import model_sizes
 from flexrlhf.weights.shards import whole
@@ -63,9 +51,9 @@ class MegatronEngine(Lender):
         ranks = context.stages
         assert ranks is not None, "an engine with stages has their groups"
         context.check_links()
-        skeleton = make_skeleton(context)
+        skeleton = Skeleton.of(context)
         self.config = skeleton.model.config
-        groups = process_groups(context, ranks)
+        groups = process_groups(context)
         self._stage = _stage(context, skeleton, groups)
         if self._settings.lora is not None:
             add_adapters(self._stage, self._settings.lora, placed.keeps_start)
@@ -85,10 +73,9 @@ class MegatronEngine(Lender):
             copies = placed.layout.cp
             self._update = StageUpdate(self._settings, module, groups, world, context.num_updates, copies)
             if self._settings.dtype != "float32":
-                _read_masters(source, self._update.tensors(self._named)[WEIGHTS])
+                _read_masters(source, self._update.tensors(self._named)[TrainingState.WEIGHTS])
         rule = score_rule(self.config, placed.trained)
-        split = row_split(context, skeleton.model)
-        laid_out = pass_settings(self._settings, self.config, context.lengths, context.device, split, context.switches)
+        laid_out = PassSettings.of(context, self.config)
         # sequence parallelism gives each rank as many tokens of a row, or of its part
         parts = placed.layout.width if self._stage.config.sequence_parallel else 1
         multiple = lcm(laid_out.multiple, parts)
@@ -98,7 +85,7 @@ class MegatronEngine(Lender):
             pass_settings=replace(laid_out, masks=False, multiple=multiple),
             groups=groups,
             dp=context.dp,
-            ranks=ranks,
+            stages=ranks.stages,
         )
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
@@ -187,7 +174,7 @@ def _stage(context: EngineContext, skeleton: Skeleton, groups: ProcessGroupColle
     shape = StageShape(
         sizes=sizes,
         head=placed.head,
-        is_tied=is_tied(placed, config),
+        is_tied=context.is_tied(config),
         padding_token=skeleton.model.get_input_embeddings().padding_idx,
         chunk_elements=placed.settings.logits_at_a_time,
         blocks=expert_blocks(skeleton.model),
@@ -202,7 +189,7 @@ class _Source:
     """Parts of the weights on this rank, from files or from the model that was loaded whole."""
 
     def __init__(self, context: EngineContext, skeleton: Skeleton) -> None:
-        self.parts = planned_parts(context, skeleton.model)
+        self.parts = skeleton.planned_parts(context)
         self._skeleton = skeleton
         self._loaded = dict(skeleton.model.named_parameters())
 
@@ -236,9 +223,10 @@ def _read_masters(source: _Source, masters: Mapping[str, StateTensor]) -> None:
         master.values.copy_(source.values(name)[master.flat.start : master.flat.stop])
 
 
-def process_groups(context: EngineContext, ranks: StageRanks) -> ProcessGroupCollection:
+def process_groups(context: EngineContext) -> ProcessGroupCollection:
     """Return the groups of this rank; a rank that is alone in one has a group of its own there."""
-    alone = context.alone
+    alone, ranks = context.alone, context.stages
+    assert ranks is not None, "an engine with stages has their groups"
     assert alone is not None, "the plan has a group of one rank for every rank of a Megatron model"
 
     def group(of: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flexrlhf.engines.experts import ExpertSplit, has_experts, split_experts
+from flexrlhf.engines.experts import ExpertSplit, has_experts
 from flexrlhf.engines.routing import use_float32_routers
 
 
@@ -32,7 +32,7 @@ class RoutedExperts(nn.Module):
         with torch.device("meta"):
             made: Any = type(block)(config)
         if group.size() > 1:
-            split_experts(made, config, ExpertSplit(group, None))
+            ExpertSplit(group, None).apply(made, config)
         self.block = made.to(dtype).to_empty(device=torch.cuda.current_device())
         if float32_routers:
             use_float32_routers(self.block)

@@ -21,21 +21,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.engines.base import Batch, Loss, Moments, StageRanks, Totals, add_moments
+from flexrlhf.engines.base import Batch, Loss, Moments, Totals, add_moments
 from flexrlhf.engines.context_parallel import own_part
-from flexrlhf.engines.micro_batch import MicroBatch, idle_micro_batch, micro_batches
-from flexrlhf.engines.non_finite import NonFinite, TrainingPass, first_in_training
+from flexrlhf.engines.micro_batch import MicroBatch
+from flexrlhf.engines.non_finite import NonFinite, TrainingPass
 from flexrlhf.engines.pass_settings import PassSettings
-from flexrlhf.engines.readout import (
-    Computed,
-    PassRequest,
-    Readout,
-    losses_of,
-    outputs_of,
-    quantity_of,
-    totals_of,
-    without_gradient,
-)
+from flexrlhf.engines.readout import Computed, PassRequest, Readout, losses_of
 from flexrlhf.operators.columns import Column, Lengths
 
 
@@ -77,7 +68,7 @@ class StagePasses:
     pass_settings:  by which sequences are laid out in micro-batches.
     groups:         of this rank.
     dp:             data-parallel group.
-    ranks:          stages and replica.
+    stages:         ranks at the same position in every stage, which have the same rows.
     """
 
     module: nn.Module
@@ -85,13 +76,13 @@ class StagePasses:
     pass_settings: PassSettings
     groups: ProcessGroupCollection
     dp: RankGroup
-    ranks: StageRanks
+    stages: RankGroup
 
     @torch.no_grad()
     def forward(self, batch: Batch, columns: Sequence[Column]) -> dict[str, Tensor]:
         """Compute ``columns`` (n, ...) of every row, as ``Engine.forward``, on every rank of the replica."""
-        request = PassRequest(frozenset(map(quantity_of, columns)))
-        pieces = list(micro_batches(batch, self.pass_settings))
+        request = PassRequest.of(columns)
+        pieces = list(MicroBatch.split(batch, self.pass_settings))
         computed = self._outputs([_Work(piece, request) for piece in pieces])
         return self.readout.columns(list(zip(pieces, computed, strict=True)), columns, batch.rows.device)
 
@@ -102,23 +93,23 @@ class StagePasses:
         work = [
             _Work(piece, self.readout.request_for(loss), loss, totals)
             for batch, loss in parts
-            for totals in (totals_of(batch, self.dp),)
-            for piece in micro_batches(batch, self.pass_settings)
+            for totals in (Totals.of(batch, self.dp),)
+            for piece in MicroBatch.split(batch, self.pass_settings)
         ]
         if not work:
             batch, loss = parts[0]
-            idle = idle_micro_batch(self.pass_settings, batch.rows.device)
+            idle = MicroBatch.one_idle(self.pass_settings, batch.rows.device)
             work = [_Work(idle, self.readout.request_for(loss), loss, Totals(1, 1, 1))]
         for part in self._run(work, forward_only=False):
             add_moments(statistics, part)
         # the last stage alone has computed them
-        summed = self.ranks.stages.sum(torch.stack([empty, *statistics.values()]))
+        summed = self.stages.sum(torch.stack([empty, *statistics.values()]))
         return dict(zip(statistics, summed[1:], strict=True))
 
     @torch.no_grad()
     def first_non_finite(self, parts: Sequence[tuple[Batch, Loss]]) -> NonFinite | None:
         """Return the first row with a number that is not finite, over all data-parallel ranks, which call alike."""
-        return first_in_training(self._training_passes(parts), parts, self.dp)
+        return NonFinite.first_of(self._training_passes(parts), parts, self.dp)
 
     @torch.no_grad()
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
@@ -127,18 +118,18 @@ class StagePasses:
 
     def _training_passes(self, parts: Sequence[tuple[Batch, Loss]]) -> Iterator[TrainingPass]:
         for part, (batch, loss) in enumerate(parts):
-            totals, request = totals_of(batch, self.dp), without_gradient(loss)
-            pieces = list(micro_batches(batch, self.pass_settings))
+            totals, request = Totals.of(batch, self.dp), PassRequest.without_gradient(loss)
+            pieces = list(MicroBatch.split(batch, self.pass_settings))
             outputs = self._outputs([_Work(piece, request) for piece in pieces])
             for number, (piece, computed) in enumerate(zip(pieces, outputs, strict=True)):
-                yield TrainingPass(part, number, piece.batch, outputs_of(computed, loss), totals)
+                yield TrainingPass(part, number, piece.batch, loss.outputs(computed), totals)
 
     def _outputs(self, work: Sequence[_Work]) -> list[Computed]:
         """Return what is computed of each micro-batch, on every rank of the replica, without gradients."""
         if not work:
             return []
         computed = self._run(work, forward_only=True)
-        if self.ranks.stages.group is None:
+        if self.stages.group is None:
             return computed
         shapes = [_shapes(each, self.readout.lengths) for each in work]
         sizes = [torch.Size(shape).numel() for named in shapes for shape in named.values()]
@@ -146,7 +137,7 @@ class StagePasses:
         if computed:
             values = (each[name] for each, named in zip(computed, shapes, strict=True) for name in named)
             flat = torch.cat([tensor.float().flatten() for tensor in values])
-        parts = iter(self.ranks.stages.sum(flat).split(sizes))
+        parts = iter(self.stages.sum(flat).split(sizes))
         return [{name: next(parts).view(shape) for name, shape in named.items()} for named in shapes]
 
     def _run(self, work: Sequence[_Work], forward_only: bool) -> list[Any]:

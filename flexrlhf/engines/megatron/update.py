@@ -14,19 +14,12 @@ from torch import Tensor, nn
 
 from flexrlhf.comm.world import as_world
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.engines.base import WEIGHTS, Moments, StateTensor
+from flexrlhf.engines.base import Moments, StateTensor, TrainingState
 from flexrlhf.engines.host_offload import HostOffload, storage_bytes
 from flexrlhf.engines.megatron.config import optimizer_config, torch_optimizers
 from flexrlhf.engines.megatron.stage import Named
 from flexrlhf.engines.non_finite import NonFiniteStep
-from flexrlhf.engines.optimizers import (
-    learning_rate,
-    make_scheduler,
-    optimizer_moments,
-    set_num_updates,
-    state_tensors,
-    update_statistics,
-)
+from flexrlhf.engines.optimizers import ScheduledOptimizer
 
 
 class StageUpdate:
@@ -64,11 +57,10 @@ class StageUpdate:
                 pg_collection=groups,
             )
         (self._wrapper,) = chained.chained_optimizers
-        self._optimizer = self._wrapper.optimizer
-        for group in self._optimizer.param_groups if settings.optimizer.name != "sgd" else ():
+        for group in self._wrapper.optimizer.param_groups if settings.optimizer.name != "sgd" else ():
             # torch's fused kernel, as in every engine
             group["fused"] = True
-        self._scheduler = make_scheduler(settings.optimizer, self._optimizer, num_updates)
+        self._optimizer = ScheduledOptimizer(settings.optimizer, self._wrapper.optimizer, num_updates)
         self._released, self.gradient_bytes = HostOffload(self.gradients[0].device), 0
         self._free()
 
@@ -101,13 +93,13 @@ class StageUpdate:
         self._wrapper.prepare_grads()
         counted = float(self._wrapper.get_grad_norm()) / self._copies**0.5
         norm = torch.tensor(counted, device=self.gradients[0].device)
-        rate = learning_rate(self._optimizer)
+        rate = self._optimizer.learning_rate
         if not torch.isfinite(norm):
-            raise NonFiniteStep(update_statistics(rate, norm, is_scaled=True, skipped=True))
+            raise NonFiniteStep(self._optimizer.statistics(rate, norm, is_scaled=True, skipped=True))
         self._clip(norm)
         self._wrapper.step_with_ready_grads()
-        self._scheduler.step()
-        return update_statistics(rate, norm, is_scaled=False, skipped=False)
+        self._optimizer.end_update()
+        return self._optimizer.statistics(rate, norm, is_scaled=False, skipped=False)
 
     def _clip(self, norm: Tensor) -> None:
         limit = self._settings.optimizer.max_grad_norm
@@ -125,7 +117,7 @@ class StageUpdate:
         masters = [each.detach() for each in self._wrapper.get_parameters()]
         own = {parameter.untyped_storage().data_ptr() for parameter in self._module.parameters()}
         apart = [master for master in masters if master.untyped_storage().data_ptr() not in own]
-        return [*apart, *state_tensors(self._optimizer)]
+        return [*apart, *self._optimizer.tensors()]
 
     def tensors(self, named: Named) -> dict[str, dict[str, StateTensor]]:
         """Return the training state on this rank: kind → parameter → tensor."""
@@ -136,8 +128,8 @@ class StageUpdate:
                 by_parameter[rows.parameter].append(name)
         for parameter, names in by_parameter.items():
             master, inside = self._master(parameter)
-            moments = optimizer_moments(self._settings.optimizer, self._optimizer, master) if len(inside) else {}
-            for kind, values in {WEIGHTS: master, **moments}.items():
+            moments = self._optimizer.moments(master) if len(inside) else {}
+            for kind, values in {TrainingState.WEIGHTS: master, **moments}.items():
                 for name, tensor in _pieces(names, named, values.detach().reshape(-1), inside):
                     tensors[kind][name] = tensor
         return dict(tensors)
@@ -149,17 +141,17 @@ class StageUpdate:
                 return torch.empty(0), range(0)
             found = self._wrapper._get_model_param_range_map(parameter)["param"]
             group, place = self._wrapper.model_param_group_index_map[parameter]
-            return self._optimizer.param_groups[group]["params"][place], range(found.start, found.end)
+            return self._wrapper.optimizer.param_groups[group]["params"][place], range(found.start, found.end)
         return getattr(parameter, "main_param", parameter), range(parameter.numel())
 
     @property
     def numbers(self) -> dict[str, float]:
         """Numbers of the training state (``TrainingState``)."""
-        return {"updates": float(self._scheduler.last_epoch), "loss_scale": 1.0, "good_steps": 0.0}
+        return {"updates": float(self._optimizer.num_updates), "loss_scale": 1.0, "good_steps": 0.0}
 
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
         """Set the numbers of the training state."""
-        set_num_updates(self._optimizer, self._scheduler, int(numbers["updates"]))
+        self._optimizer.num_updates = int(numbers["updates"])
 
 
 def _pieces(names: list[str], named: Named, values: Tensor, inside: range) -> Iterator[tuple[str, StateTensor]]:

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import (
-    WEIGHTS,
     Batch,
     EngineContext,
     ExpertRanks,
@@ -24,17 +23,16 @@ from flexrlhf.engines.base import (
     StateTensor,
     TrainingState,
 )
-from flexrlhf.engines.context_parallel import row_split
-from flexrlhf.engines.experts import ExpertSplit, split_experts
+from flexrlhf.engines.experts import ExpertSplit
 from flexrlhf.engines.host_offload import HostOffload, Lender
-from flexrlhf.engines.language_head import LanguageHead, use_language_head
-from flexrlhf.engines.models import DTYPES, recomputing, use_kernels
+from flexrlhf.engines.language_head import LanguageHead
+from flexrlhf.engines.models import DTYPES
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.offloaded_activations import checkpoint_layers
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import make_passes
 from flexrlhf.engines.router_biases import router_biases
-from flexrlhf.engines.skeletons import Skeleton, make_skeleton, swap_values
+from flexrlhf.engines.skeletons import Skeleton, swap_values
 from flexrlhf.engines.tensor_parallel import TensorParallelNames, apply_tensor_parallel
 from flexrlhf.engines.torch.fsdp import apply_fsdp, expert_mesh, free_gathered, read_shards, shard_mesh
 from flexrlhf.engines.torch.update import Gradients, TrainedParameter, Update
@@ -52,19 +50,17 @@ class TorchEngine(Lender):
         placed, settings = context.placed, context.placed.settings
         self.num_requests = 0
         self._is_sharded = placed.split != "whole"
-        skeleton = make_skeleton(context)
+        skeleton = Skeleton.of(context)
         self._model = skeleton.model
         self.config = self._model.config
-        head = use_language_head(self._model, settings.logits_at_a_time)
-        use_kernels(self._model, settings, context.switches)
+        head = skeleton.use_kernels(context)
         names = _shard(skeleton, head, context)
         self._masters: dict[str, Tensor] = {}
         if not self._is_sharded:
             self._masters = _cast(self._model, DTYPES[settings.dtype])
-        split = row_split(context, self._model)
         self._await_device = context.await_device
-        self._shares_passes = placed.in_lockstep or split is not None or context.tp.group is not None
-        self._passes = make_passes(context, self._model, self._model, head, placed.in_lockstep, split)
+        self._shares_passes = placed.in_lockstep or context.cp is not None or context.tp.group is not None
+        self._passes = make_passes(context, self._model, self._model, head, placed.in_lockstep)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
         self._biases = router_biases(self._model)
@@ -120,7 +116,7 @@ class TorchEngine(Lender):
     def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         update = self._update
         assert update is not None, "this placed model is not trained"
-        with self._gathering(), recomputing(self._model):
+        with self._gathering(), self._passes.recomputing():
             return self._passes.backward(parts, lambda value, _: update.scaled(value).backward())
 
     def step(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
@@ -176,9 +172,9 @@ class TorchEngine(Lender):
         for name, live in self._model.named_parameters():
             if live.requires_grad:
                 parameter = self._masters.get(name, live)
-                for kind, tensor in {WEIGHTS: parameter, **self._update.moments(parameter)}.items():
+                for kind, tensor in {TrainingState.WEIGHTS: parameter, **self._update.moments(parameter)}.items():
                     tensors[kind][name] = StateTensor(self._host_offload.readable(local(tensor)))
-        tensors[WEIGHTS] |= {name: StateTensor(bias) for name, bias in self._biases.items()}
+        tensors[TrainingState.WEIGHTS] |= {name: StateTensor(bias) for name, bias in self._biases.items()}
         return TrainingState(tensors, self._update.numbers)
 
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
@@ -237,7 +233,7 @@ def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext
         lambda p: torch.empty(p.shape, dtype=torch.float32 if p.requires_grad else dtype, device="meta")
     )
     group, ep = context.tp.group, None if context.experts is None else context.experts.parts.group
-    of_experts = frozenset[str]() if group is ep is None else split_experts(model, model.config, ExpertSplit(ep, group))
+    of_experts = frozenset[str]() if group is ep is None else ExpertSplit(ep, group).apply(model, model.config)
     names = TensorParallelNames()
     if group is not None:
         names = apply_tensor_parallel(model, head, group)

@@ -16,14 +16,9 @@ from flexrlhf.config.model_settings import OptimizerSpec
 from flexrlhf.engines.base import ExpertRanks, Moments
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import (
-    learning_rate,
+    ScheduledOptimizer,
     local,
     make_optimizer,
-    make_scheduler,
-    optimizer_moments,
-    set_num_updates,
-    state_tensors,
-    update_statistics,
 )
 from flexrlhf.weights.shards import gradient_bucket_bytes, make_buckets
 
@@ -160,8 +155,8 @@ class Update:
     ) -> None:
         self._settings = settings
         self._gradients = gradients
-        self._optimizer = make_optimizer(settings, [item.parameter for item in gradients.trained])
-        self._scheduler = make_scheduler(settings, self._optimizer, num_updates)
+        made = make_optimizer(settings, [item.parameter for item in gradients.trained])
+        self._optimizer = ScheduledOptimizer(settings, made, num_updates)
         self._scale = LossScale(is_scaled)
         self._changed, self._await_device = changed, await_device
         self.gradient_bytes = 0
@@ -180,45 +175,45 @@ class Update:
             self._gradients.scale(1 / self._scale.factor)
         norm = self._gradients.reduce()
         self.gradient_bytes = self._gradients.num_bytes()
-        rate = learning_rate(self._optimizer)
+        rate = self._optimizer.learning_rate
         self._await_device()
         try:
             allowed = self._scale.allows(norm)
         except FloatingPointError:
             self._gradients.clear()
-            raise NonFiniteStep(update_statistics(rate, norm, is_scaled=True, skipped=True)) from None
+            raise NonFiniteStep(self._optimizer.statistics(rate, norm, is_scaled=True, skipped=True)) from None
         if allowed:
             self._apply(norm)
         self._gradients.clear()
-        return update_statistics(rate, norm, self._scale.is_enabled, skipped=not allowed)
+        return self._optimizer.statistics(rate, norm, self._scale.is_enabled, skipped=not allowed)
 
     def _apply(self, norm: Tensor) -> None:
         if self._settings.max_grad_norm is not None:
             self._gradients.scale((self._settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
-        self._optimizer.step()
-        self._scheduler.step()
+        self._optimizer.optimizer.step()
+        self._optimizer.end_update()
         self._changed()
 
     def moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the optimizer's tensors of a parameter on this rank, by name."""
-        return optimizer_moments(self._settings, self._optimizer, parameter)
+        return self._optimizer.moments(parameter)
 
     @property
     def numbers(self) -> dict[str, float]:
         """Numbers of the training state (``TrainingState``)."""
         scale = self._scale
-        updates = float(self._scheduler.last_epoch)
+        updates = float(self._optimizer.num_updates)
         return {"updates": updates, "loss_scale": scale.factor, "good_steps": float(scale.good_steps)}
 
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
         """Set the numbers of the training state."""
-        set_num_updates(self._optimizer, self._scheduler, int(numbers["updates"]))
+        self._optimizer.num_updates = int(numbers["updates"])
         if self._scale.is_enabled:
             self._scale.factor, self._scale.good_steps = numbers["loss_scale"], int(numbers["good_steps"])
 
     def state(self) -> list[Tensor]:
         """Tensors of the optimizer's state on this rank."""
-        return state_tensors(self._optimizer)
+        return self._optimizer.tensors()
 
 
 class LossScale:

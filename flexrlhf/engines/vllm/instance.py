@@ -17,7 +17,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.scalar_head import saved_value_head
-from flexrlhf.engines.skeletons import rank_in_run
 from flexrlhf.engines.vllm.child import ChildProcess, child_environment, starting
 from flexrlhf.engines.vllm.config import engine_arguments
 from flexrlhf.engines.vllm.isolation import PrivateGroups, ProcessIsolation, frozen_objects
@@ -146,7 +145,7 @@ class VllmInstance:
         stored = stored_adapters(placed.role, str(placed.settings.path))
         sizes = tuple((name, each.shape) for name, each in stored.items() if name in self.views)
         of_heads = model_sizes(self.config.to_dict())
-        for name, part in parts_of(placed, sizes, rank_in_run(self._context), of_heads).items():
+        for name, part in parts_of(placed, sizes, self._context.rank_in_run, of_heads).items():
             values = torch.empty(part.num_elements)
             reader.read(stored[name], part, values)
             self.views[name].copy_(values.view(self.views[name].shape))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexrlhf.engines.base import Batch, Sampling, searched_from
+from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.sampling import completes_stop
 from flexrlhf.operators.columns import Lengths
 
@@ -70,7 +70,7 @@ def new_requests(batch: Batch, sampling: Sampling, submitted: Container[RequestK
     responses: list[list[int]] = [[] for _ in prompts]
     if "responses" in batch.columns:
         responses = _without_padding(batch["responses"], batch["response_mask"])
-    rows = zip(request_keys(batch, sampling), prompts, responses, searched_from(batch), strict=True)
+    rows = zip(request_keys(batch, sampling), prompts, responses, batch.searched_from, strict=True)
     return {key: NewRequest(prompt, given, first) for key, prompt, given, first in rows if key not in submitted}
 
 
