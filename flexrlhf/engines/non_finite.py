@@ -55,6 +55,18 @@ class NonFinite:
         return f"{self.what} of {rows}{place}{pieces}"
 
     @classmethod
+    def first_in_columns(cls, columns: Mapping[str, Tensor], rows: Tensor) -> NonFinite | None:
+        """Return the first row with a number that is not finite, and the first such column of it; None: there is none.
+
+        One reduction for each column where all is well.
+
+        columns: name -> tensor (n, ...); only floating-point ones are searched.
+        rows:    int64 (n,), numbers of the rows.
+        """
+        found = [_first(name, tensor, rows) for name, tensor in columns.items()]
+        return min((each for each in found if each is not None), key=lambda each: each.row, default=None)
+
+    @classmethod
     def first_of(
         cls, passes: Iterable[TrainingPass], parts: Sequence[tuple[Batch, Loss]], ranks: RankGroup
     ) -> NonFinite | None:
@@ -111,18 +123,6 @@ def forbid_update(value: Tensor, outputs: Iterable[Tensor]) -> None:
     is_finite = value.detach().isfinite()
     for tensor in outputs:
         tensor.register_hook(lambda gradient: gradient.where(is_finite, math.nan))
-
-
-def first_in_columns(columns: Mapping[str, Tensor], rows: Tensor) -> NonFinite | None:
-    """Return the first row with a number that is not finite, and the first such column of it; None: there is none.
-
-    One reduction for each column where all is well.
-
-    columns: name -> tensor (n, ...); only floating-point ones are searched.
-    rows:    int64 (n,), numbers of the rows.
-    """
-    found = [_first(name, tensor, rows) for name, tensor in columns.items()]
-    return min((each for each in found if each is not None), key=lambda each: each.row, default=None)
 
 
 def _first(name: str, values: Tensor, rows: Tensor) -> NonFinite | None:

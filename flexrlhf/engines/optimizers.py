@@ -50,6 +50,11 @@ class ScheduledOptimizer:
         if settings.final_ratio:
             self._scheduler.lr_lambdas = [partial(_raised, settings, each) for each in self._scheduler.lr_lambdas]
 
+    @classmethod
+    def of(cls, settings: OptimizerSpec, parameters: Sequence[Tensor], num_updates: int) -> ScheduledOptimizer:
+        """Return the optimizer of ``settings`` over ``parameters``."""
+        return cls(settings, make_optimizer(settings, parameters), num_updates)
+
     @property
     def learning_rate(self) -> Tensor:
         """Learning rate of the next update, float64 (1,)."""

@@ -22,9 +22,9 @@ from flexrlhf.engines.models import recomputing, starting_weights
 from flexrlhf.engines.non_finite import NonFinite, TrainingPass
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.readout import Computed, PassRequest, Readout, losses_of
+from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.router_losses import RouterTotals
 from flexrlhf.engines.router_replay import MISMATCH, Routers, make_routers
-from flexrlhf.engines.scalar_head import score_rule
 from flexrlhf.operators.columns import EXPERTS, Column
 
 
@@ -148,6 +148,11 @@ class Passes:
     def recomputing(self) -> AbstractContextManager[None]:
         """Let the layers inside recompute their activations in backward."""
         return recomputing(self.model)
+
+    @property
+    def router_biases(self) -> dict[str, Tensor]:
+        """Biases of the model's routers by name: buffers in float32, whole on every rank."""
+        return router_biases(self.model)
 
     def balance_experts(self) -> None:
         """Move the biases of routers after an optimizer step on the passes since ``end_step``."""
@@ -281,8 +286,7 @@ def make_passes(
     lockstep:  whether ranks with the same part of the model must call it equally often.
     """
     placed, config = context.placed, model.config
-    rule = score_rule(config, placed.trained)
-    readout = Readout(placed.head, head, context.lengths, context.temperature, rule)
+    readout = Readout.of(context, config, head)
     settings = placed.settings
     laid_out = PassSettings.of(context, config)
     together = context.same_part if lockstep else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +13,11 @@ from torch.nn.functional import pad
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import Head
-from flexrlhf.engines.base import Batch, EntropyUse, Loss, Moments, Totals, add_moments
+from flexrlhf.engines.base import Batch, EngineContext, EntropyUse, Loss, Moments, Totals, add_moments
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.non_finite import TrainingPass, forbid_update
-from flexrlhf.engines.scalar_head import ScoreRule
+from flexrlhf.engines.scalar_head import ScoreRule, score_rule
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 
 Computed = dict[str, Tensor]
@@ -65,6 +66,12 @@ class Readout:
     lengths: Lengths
     temperature: float
     score_rule: ScoreRule = ScoreRule()
+
+    @classmethod
+    def of(cls, context: EngineContext, config: Any, head: LanguageHead | None) -> Readout:
+        """Return the heads of the model of ``context``. ``config``: its Hugging Face config."""
+        rule = score_rule(config, context.placed.trained)
+        return cls(context.placed.head, head, context.lengths, context.temperature, rule)
 
     def request_for(self, loss: Loss) -> PassRequest:
         """Return what a pass of ``loss`` computes: where the model has both heads, outputs of each."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import add_parts, empty_model, load_model, may_lack_head, seeded, settle, use_kernels
+from flexrlhf.engines.offloaded_activations import checkpoint_layers
 from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader, StoredPieces
 from flexrlhf.placement.placed import PlacedModel
@@ -74,6 +75,10 @@ class Skeleton:
         head = use_language_head(self.model, settings.logits_at_a_time)
         use_kernels(self.model, settings, context.switches)
         return head
+
+    def checkpoint_layers(self, context: EngineContext) -> None:
+        """Have the layers compute their activations again where a training recomputes, as the settings say."""
+        checkpoint_layers(self.model, context)
 
     def cast_placeholders(self, dtype: torch.dtype) -> None:
         """Give the placeholders another type."""

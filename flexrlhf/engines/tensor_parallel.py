@@ -108,6 +108,29 @@ class TensorParallelNames:
     split: frozenset[str] = frozenset()
     partial: frozenset[str] = frozenset()
 
+    @classmethod
+    def apply(cls, model: PreTrainedModel, head: LanguageHead | None, group: dist.ProcessGroup) -> TensorParallelNames:
+        """Replace layers of ``model`` and the weight of ``head`` by this rank's parts of them, by the model's own plan.
+
+        Parameters may be on the meta device.
+        """
+        base_name = model.base_model_prefix
+        plan: dict[str, str] = _SHARED_EXPERT | model.config.base_model_tp_plan
+        styles = {f"{base_name}.{path}": _STYLES[style] for path, style in plan.items() if style in _STYLES}
+        ends = [path.replace("*", "").strip(".").split("..")[-1] for path, style in plan.items() if style == _PARTIAL]
+        whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        partial = {name for name in whole if name.rpartition(".")[0].endswith(tuple(ends))}
+        for name, module in list(model.named_modules()):
+            style = next((style for path, style in styles.items() if fnmatchcase(name, path)), None)
+            if style is not None and hasattr(module, "base_layer"):
+                partial |= {f"{name}.{each}" for each in _split_adapted(module, style, group)}
+            elif style is not None:
+                model.set_submodule(name, style(module, group))
+        if head is not None and not model.config.tie_word_embeddings:
+            _split_head(head, group)
+        split = {name for name, parameter in model.named_parameters() if tuple(parameter.shape) != whole[name]}
+        return cls(frozenset(split), frozenset(partial))
+
 
 _STYLES: dict[str, type[ColumnLinear] | type[RowLinear]] = {"colwise": ColumnLinear, "rowwise": RowLinear}
 _SHARED_EXPERT = {
@@ -117,31 +140,6 @@ _SHARED_EXPERT = {
 """Layers of Qwen2-MoE that its plan leaves out."""
 _PARTIAL = "replicated_with_grad_allreduce"
 """transformers' style of weights that each tensor-parallel rank applies to its own heads."""
-
-
-def apply_tensor_parallel(
-    model: PreTrainedModel, head: LanguageHead | None, group: dist.ProcessGroup
-) -> TensorParallelNames:
-    """Replace layers of ``model`` by this rank's parts of them, by the model's own plan, and the weight of ``head``.
-
-    Parameters may be on the meta device.
-    """
-    base_name = model.base_model_prefix
-    plan: dict[str, str] = _SHARED_EXPERT | model.config.base_model_tp_plan
-    styles = {f"{base_name}.{path}": _STYLES[style] for path, style in plan.items() if style in _STYLES}
-    ends = [path.replace("*", "").strip(".").split("..")[-1] for path, style in plan.items() if style == _PARTIAL]
-    whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    partial = {name for name in whole if name.rpartition(".")[0].endswith(tuple(ends))}
-    for name, module in list(model.named_modules()):
-        style = next((style for path, style in styles.items() if fnmatchcase(name, path)), None)
-        if style is not None and hasattr(module, "base_layer"):
-            partial |= {f"{name}.{each}" for each in _split_adapted(module, style, group)}
-        elif style is not None:
-            model.set_submodule(name, style(module, group))
-    if head is not None and not model.config.tie_word_embeddings:
-        _split_head(head, group)
-    split = {name for name, parameter in model.named_parameters() if tuple(parameter.shape) != whole[name]}
-    return TensorParallelNames(frozenset(split), frozenset(partial))
 
 
 def _split_adapted(

@@ -17,7 +17,7 @@ from flexrlhf.config.job_secret import MAKE, job_secret, signed, verified
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.refusals import LISTEN_SECONDS, Refusals
 from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, probed_directories
-from flexrlhf.launch.terms import JOB_TERMS, Sides, Terms, compare_machine
+from flexrlhf.launch.terms import Sides, Terms
 from flexrlhf.plan.plan import Plan
 
 LAST_WORD_SECONDS = 10.0
@@ -84,7 +84,7 @@ def _judge(store: dist.Store, member: Member, plans: Sequence[Plan], terms: Term
     with probed_directories(plans, makes_probes=True) as directories:
         store.set("host", member.host)
         store.set("directories", signed("directories", _DIRECTORIES.dump_json(tuple(directories)).decode()))
-        store.set("terms", signed("terms", JOB_TERMS.dump_json(terms).decode()))
+        store.set("terms", signed("terms", terms.json))
         notice = Notice(f"{member.name} compares settings, versions and files")
         verdicts = {f"verdict/{each}": f"{member.noun} {each}" for each in others}
         try:
@@ -144,7 +144,7 @@ def _compare_with_first(store: dist.Store, terms: Terms, sides: Sides, number: i
     """Compare the terms and directories of this member with number 0's, if both have the same secret."""
     try:
         directories = _DIRECTORIES.validate_json(verified("directories", store.get("directories").decode()))
-        first = JOB_TERMS.validate_json(verified("terms", store.get("terms").decode()))
+        first = Terms.of_json(verified("terms", store.get("terms").decode()))
     except UserError as error:
         return Sharing(False, f"{sides.other}: {error}")
-    return compare_machine(first, terms, sides, directories, number)
+    return first.compare_machine(terms, sides, directories, number)

@@ -10,7 +10,7 @@ from typing import IO, Protocol
 
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, one_line
 from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.launch.terms import Terms, terms_of
+from flexrlhf.launch.terms import Terms
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -71,7 +71,7 @@ class Job:
 
     def terms(self, max_restarts: int = 0) -> Terms:
         """Return the terms of this machine, which must be the same on all."""
-        return terms_of(self.plans, self.device, self.hosts.nnodes, max_restarts)
+        return Terms.of(self.plans, self.device, self.hosts.nnodes, max_restarts)
 
     def start(self, max_restarts: int = 0, factory: RankFactory | None = None) -> None:
         """Start the ranks of this node, or be one of them; returns when all runs have ended.

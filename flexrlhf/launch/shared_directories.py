@@ -37,6 +37,10 @@ class DirectoryFacts:
     problem: str = ""
     probe: str = ""
 
+    def sees_rank(self, rank: int, probe: str) -> bool:
+        """Return whether rank 0 sees the file of another rank here."""
+        return _comes(Path(self.path) / probe / f"rank-{rank}")
+
 
 @contextmanager
 def probed_directories(plans: Sequence[Plan], makes_probes: bool) -> Iterator[list[DirectoryFacts]]:
@@ -88,11 +92,6 @@ def _write(path: Path, probe: str, rank: int) -> str:
     except OSError as error:
         return f"cannot write in {path.absolute()} ({error.strerror})"
     return ""
-
-
-def sees_rank(facts: DirectoryFacts, rank: int, probe: str) -> bool:
-    """Return whether rank 0 sees the file of another rank."""
-    return _comes(Path(facts.path) / probe / f"rank-{rank}")
 
 
 def _comes(path: Path) -> bool:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from socket import gethostname
 from types import FrameType
@@ -124,11 +124,6 @@ def saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
         yield
 
 
-def ending_on_signals() -> AbstractContextManager[None]:
-    """Let every signal end the ranks of the body at once."""
-    return handled(Ending(_end_of_ranks))
-
-
 def _end_of_ranks(number: int) -> SignalException:
     """Return the error by which the agent ends the ranks, with SIGTERM or SIGINT, which all of them handle."""
     how = signal.SIGTERM if number == signal.SIGTERM else signal.SIGINT
@@ -175,6 +170,18 @@ def start_ranks(
         )
         with changed_environment({LAUNCHER: str(os.getpid()), SIGNALS_VARIABLE: ""}):
             _run_agent(agent, hosts, reporter)
+
+
+def run_on_ranks(
+    module: Sequence[str],
+    plan: Plan,
+    hosts: Hosts,
+    rendezvous: NodeRendezvous | None = None,
+    factory: RankFactory | None = None,
+) -> None:
+    """Start ranks as ``start_ranks`` does, for a command that trains nothing: every signal ends them at once."""
+    with handled(Ending(_end_of_ranks)):
+        start_ranks(module, plan, hosts, rendezvous=rendezvous, factory=factory)
 
 
 def _run_agent(agent: RankAgent, hosts: Hosts, reporter: FailureReporter) -> None:

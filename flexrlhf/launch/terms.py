@@ -25,6 +25,18 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
+class Sides:
+    """Two machines that are compared, by their names for messages."""
+
+    first: str
+    other: str
+
+    def differ(self, what: str, here: object, there: object) -> str:
+        """Return that something differs between them."""
+        return f"{what} is {here} on {self.first} and {there} on {self.other}"
+
+
+@dataclass(frozen=True)
 class Terms:
     """Terms of a job on one machine.
 
@@ -43,39 +55,60 @@ class Terms:
     sources: dict[str, str]
     inputs: dict[str, str]
 
+    @classmethod
+    def of(cls, plans: Sequence[Plan], device: str, nodes: int, restarts: int = 0) -> Terms:
+        """Return the terms of this machine. ``device``: of its ranks."""
+        files = sorted(_PACKAGE.rglob("*.py"))
+        return cls(
+            nodes=nodes,
+            restarts=restarts,
+            specs=tuple(dump_spec(plan.spec.with_device(device)) for plan in plans),
+            versions=needed_versions(plans),
+            sources={str(file.relative_to(_PACKAGE)): file_digest(file) for file in files},
+            inputs=input_digests(plans),
+        )
+
+    @classmethod
+    def of_json(cls, text: str) -> Terms:
+        """Return the terms that ``json`` has written."""
+        return _JSON.validate_json(text)
+
+    @property
+    def json(self) -> str:
+        """These terms as JSON, for another machine."""
+        return _JSON.dump_json(self).decode()
+
+    def compare(self, subject: str, other: Terms, sides: Sides) -> tuple[str, str]:
+        """Return the difference in ``subject``, a key of what is compared, and the advice for it.
+
+        The difference is empty without any; ``sides``: names of these terms' machine and the other's.
+        """
+        compare, advice = _COMPARED[subject]
+        return compare(self, other, sides), advice
+
+    def difference(self, other: Terms, sides: Sides) -> str:
+        """Return the difference from the terms of another machine, with its advice; empty without any."""
+        found = (self.compare(subject, other, sides) for subject in _COMPARED)
+        return next((f"{each}; {advice}" for each, advice in found if each), "")
+
+    def compare_machine(self, own: Terms, sides: Sides, directories: Sequence[DirectoryFacts], number: int) -> Sharing:
+        """Compare this machine with the first one, whose terms these are: terms, then the directories of the runs.
+
+        own:          terms of this machine
+        directories:  of the first machine, with its probes
+        number:       of this machine, from 1
+        """
+        if found := self.difference(own, sides):
+            return Sharing(False, found)
+        sharing = look_for_probes([(each.path, each.probe) for each in directories if not each.problem], number)
+        if sharing.problem:
+            return replace(sharing, problem=f"runs: {sides.other} {sharing.problem}")
+        return sharing
+
     def without_equals(self, first: Terms) -> Terms:
         """Return these terms without the files and settings that ``first`` has, too: they are long."""
         sources = {} if self.sources == first.sources else self.sources
         return replace(self, sources=sources, specs=() if self.specs == first.specs else self.specs)
-
-
-JOB_TERMS = TypeAdapter(Terms)
-"""JSON of terms."""
-
-
-def terms_of(plans: Sequence[Plan], device: str, nodes: int, restarts: int = 0) -> Terms:
-    """Return the terms of this machine. ``device``: of its ranks."""
-    files = sorted(_PACKAGE.rglob("*.py"))
-    return Terms(
-        nodes=nodes,
-        restarts=restarts,
-        specs=tuple(dump_spec(plan.spec.with_device(device)) for plan in plans),
-        versions=needed_versions(plans),
-        sources={str(file.relative_to(_PACKAGE)): file_digest(file) for file in files},
-        inputs=input_digests(plans),
-    )
-
-
-@dataclass(frozen=True)
-class Sides:
-    """Two machines that are compared, by their names for messages."""
-
-    first: str
-    other: str
-
-    def differ(self, what: str, here: object, there: object) -> str:
-        """Return that something differs between them."""
-        return f"{what} is {here} on {self.first} and {there} on {self.other}"
 
 
 def _differing(first: Mapping[str, str], other: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
@@ -134,7 +167,7 @@ def input_difference(first: Terms, other: Terms, sides: Sides) -> str:
     return found[0] + more if found else ""
 
 
-COMPARED: dict[str, tuple[Callable[[Terms, Terms, Sides], str], str]] = {
+_COMPARED: dict[str, tuple[Callable[[Terms, Terms, Sides], str], str]] = {
     "command": (option_difference, SAME_COMMAND),
     "settings": (setting_difference, SAME_COMMAND),
     "versions": (version_difference, "install the same versions on all machines"),
@@ -143,20 +176,4 @@ COMPARED: dict[str, tuple[Callable[[Terms, Terms, Sides], str], str]] = {
 """Terms that must be the same on all machines: how they are compared, and the advice for a difference."""
 
 
-def difference(first: Terms, other: Terms, sides: Sides) -> str:
-    """Return the difference between the terms of two machines, with its advice; empty without any."""
-    found = ((compare(first, other, sides), advice) for compare, advice in COMPARED.values())
-    return next((f"{each}; {advice}" for each, advice in found if each), "")
-
-
-def compare_machine(
-    first: Terms, own: Terms, sides: Sides, directories: Sequence[DirectoryFacts], number: int
-) -> Sharing:
-    """Compare this machine with the first one: their terms, then the directories of the runs.
-
-    ``directories``: of the first machine, with its probes. ``number``: of this one, from 1.
-    """
-    if found := difference(first, own, sides):
-        return Sharing(False, found)
-    sharing = look_for_probes([(each.path, each.probe) for each in directories if not each.problem], number)
-    return replace(sharing, problem=f"runs: {sides.other} {sharing.problem}") if sharing.problem else sharing
+_JSON = TypeAdapter(Terms)

@@ -17,12 +17,12 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from flexrlhf.errors import RankFailure, RunStopped, UserError
-from flexrlhf.launch import start as launch
 from flexrlhf.launch.job import Job
 from flexrlhf.launch.local import LocalLauncher
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.rendezvous import NodeRendezvous
 from flexrlhf.launch.shared_directories import probed_directories
+from flexrlhf.launch.start import run_on_ranks
 from flexrlhf.measure.facts import HOST_FACTS, JOB_FACTS, UNLIMITED, Check, HostFacts, JobFacts, united
 from flexrlhf.measure.job_checks import check_disk, judge
 from flexrlhf.placement.hosts import Hosts
@@ -106,8 +106,7 @@ def _survey(
         rendezvous = NodeRendezvous(hosts, join_seconds)
         try:
             plan = replace(plans[0], spec=limited)
-            with launch.ending_on_signals():
-                launch.start_ranks(module, plan, hosts, rendezvous=rendezvous, factory=factory)
+            run_on_ranks(module, plan, hosts, rendezvous, factory)
         except RankFailure as error:
             failure = str(error)
         finally:

@@ -4,7 +4,6 @@ them for its launcher, after each part, so that a failure loses no earlier fact.
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import sys
 import time
@@ -17,14 +16,12 @@ import torch
 import torch.distributed as dist
 
 from flexrlhf.comm.store import own_address
-from flexrlhf.comm.world import World, cuda_backend, gpu_number, local_device, open_world
+from flexrlhf.comm.world import World, cuda_backend, gpu_number, local_device
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.launch.failures import ErrorReport
-from flexrlhf.launch.lifetime import end_with_launcher
-from flexrlhf.launch.rank_watch import RankWatch
-from flexrlhf.launch.shared_directories import look_for_probes, sees_rank
+from flexrlhf.launch.joined_rank import joined_rank
+from flexrlhf.launch.shared_directories import look_for_probes
 from flexrlhf.measure.facts import (
     HOST_FACTS,
     JOB_FACTS,
@@ -170,7 +167,7 @@ class Survey:
         found = {rank: json.loads(self._store.get(key)) for rank, key in enumerate(keys)}
         wrong = {rank: each["problem"] for rank, each in found.items()}
         for rank in [rank for rank, each in found.items() if rank != 0 and each["shares"] and not each["problem"]]:
-            if not all(sees_rank(mine, rank, first.probe) for mine, first in probes):
+            if not all(mine.sees_rank(rank, first.probe) for mine, first in probes):
                 wrong[rank] = f"what it wrote is not seen by rank 0 in {job.hosts[0].directories[0].place}"
         apart = tuple(rank for rank, each in found.items() if not each["shares"])
         return SharedFacts({rank: problem for rank, problem in wrong.items() if problem}, apart)
@@ -202,11 +199,9 @@ def main(host_file: str, nodes: str, wait: str, result: str) -> None:
     wait:       longest wait for another rank, in seconds
     result:     file for the facts
     """
-    # as in launch/worker.py
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     seconds = float(wait)
     try:
-        with ErrorReport(), open_world("cpu", seconds) as world, RankWatch(world, seconds):
+        with joined_rank("cpu", seconds) as world:
             host = HOST_FACTS.validate_json(Path(host_file).read_bytes())
             Survey(world, host, int(nodes), seconds, Path(result)).collect()
             world.meet("the end of the preflight", seconds)
@@ -270,5 +265,4 @@ def _problem(target: tuple[str, int]) -> str:
 
 
 if __name__ == "__main__":
-    end_with_launcher()
     main(*sys.argv[1:])

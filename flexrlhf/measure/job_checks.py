@@ -9,7 +9,7 @@ from flexrlhf.config.job_secret import MAKE, job_secret
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.inputs import ordinary_cpu
 from flexrlhf.guideline.simulation.simulate import simulate
-from flexrlhf.launch.terms import COMPARED, MOST_NAMED, Sides
+from flexrlhf.launch.terms import Sides
 from flexrlhf.measure.facts import Check, HostFacts, JobFacts, LinkFacts, Result, united
 from flexrlhf.measure.host_checks import (
     check_devices,
@@ -32,6 +32,8 @@ LEAST_LINK_SHARE = 0.5
 """Share of a link's planned bandwidth that counts as it."""
 MOST_SPEED_SHARE = 0.25
 """Difference of a measured speed from the one that rows are shared by, as a share."""
+MOST_NAMED = 3
+"""Machines and connections that a check names."""
 _NOT_REACHED = "not reached"
 
 
@@ -71,10 +73,9 @@ def check_terms(hosts: Sequence[HostFacts]) -> list[Check]:
     machines = "one machine" if len(hosts) == 1 else f"all {len(hosts)} machines"
     checks = []
     for subject, found in same.items():
-        compare, advice = COMPARED[subject]
-        parts = [compare(first.terms, host.terms, Sides(first.name, host.name)) for host in hosts[1:]]
-        if any(parts):
-            checks.append(Check(f"same {subject}", "FAILS", "; ".join(filter(None, parts)), advice))
+        compared = [first.terms.compare(subject, host.terms, Sides(first.name, host.name)) for host in hosts[1:]]
+        if parts := [(difference, advice) for difference, advice in compared if difference]:
+            checks.append(Check(f"same {subject}", "FAILS", "; ".join(text for text, _ in parts), parts[0][1]))
         else:
             checks.append(Check(f"same {subject}", "ok", f"{found} on {machines}"))
     return checks

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
@@ -24,9 +23,7 @@ from flexrlhf.trainer.controllers import Controllers
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.operator_context import OperatorContext
-from flexrlhf.trainer.operator_guards import FiniteGuard
 from flexrlhf.trainer.run_operator import run_operator
-from flexrlhf.trainer.text_operators import ExternalScorers
 
 NO_TOKEN = -1
 """An end token that no response contains."""
@@ -55,7 +52,7 @@ class ProfileContext:
         """Return a call of ``operator`` on ``rows`` of each replica, whose columns are in the store. ``passes``: parts
         of the rows with the same sequences, each of which is computed by itself."""
         run, store = self._prepare(operator, loaded, rows, passes)
-        context = self._operator_context()
+        context = OperatorContext.by_itself(self.plan.spec, self.sampling, self.device)
         return lambda: run_operator(run, store, context)
 
     def generation(self, operator: Operator, loaded: LoadedModel, rows: int, given: int, tokens: int) -> TimedCall:
@@ -114,11 +111,6 @@ class ProfileContext:
         # truncated sampling takes more time
         truncation = {key: getattr(algorithm, key) for key in ("top_p", "top_k") if hasattr(algorithm, key)}
         return Sampling(self.plan.spec.seed, 0, self.plan.temperature, (NO_TOKEN,), 0, **truncation)
-
-    def _operator_context(self) -> OperatorContext:
-        """Return the context of an operator, without scorers: no operator that is measured calls one."""
-        guard = FiniteGuard("stop", dist.HashStore(), 0)
-        return OperatorContext(self.plan.spec, self.sampling, self.device, ExternalScorers({}, str), str, guard)
 
     def _prepare(
         self, operator: Operator, loaded: LoadedModel, rows: int, passes: int = 1

@@ -21,9 +21,9 @@ from flexrlhf.guideline.costs.measurements import (
     read_measurements,
     write_measurements,
 )
-from flexrlhf.launch import start as launch
 from flexrlhf.launch.devices import choose_device
 from flexrlhf.launch.rank_factory import RankFactory, starting_factory
+from flexrlhf.launch.start import run_on_ranks
 from flexrlhf.measure.environment_calls import measure_environments
 from flexrlhf.measure.profiled_models import length_sample, profiled_models, profiling_spec
 from flexrlhf.placement.hosts import Hosts
@@ -83,8 +83,8 @@ def _measured(
         most_tp = max(len(plan.cluster.ranks_on_node(node)) for plan in plans for node in range(plan.cluster.num_nodes))
         request.write_text(json.dumps({"runs": runs, "seconds": seconds, "most_tp": most_tp}))
         module = ["flexrlhf.measure.profile_rank", str(request), str(output)]
-        with _displayed(directory / "events.jsonl", ranks), launch.ending_on_signals():
-            launch.start_ranks(module, measured_plans[0], Hosts(), factory=factory)
+        with _displayed(directory / "events.jsonl", ranks):
+            run_on_ranks(module, measured_plans[0], Hosts(), factory=factory)
         return read_measurements(output)
 
 

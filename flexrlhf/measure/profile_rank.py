@@ -6,7 +6,6 @@ import datetime
 import gc
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,15 +18,13 @@ import transformers
 
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.world import Groups, World, open_world
+from flexrlhf.comm.world import World
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
-from flexrlhf.launch.failures import ErrorReport
-from flexrlhf.launch.lifetime import end_with_launcher
-from flexrlhf.launch.rank_watch import RankWatch
+from flexrlhf.launch.joined_rank import joined_rank
 from flexrlhf.measure.layer_calls import SlimModel, measure_embedding, measure_slim
 from flexrlhf.measure.layer_split import SlimTimes, layer_times, update_times
 from flexrlhf.measure.model_calls import ProfileContext, measure_combine, measure_contention
@@ -71,7 +68,7 @@ def measure(specs: Sequence[Spec], lengths: Sequence[LengthSample], seconds: flo
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     seconds_of_waits = specs[0].timeout_seconds
-    with open_world(specs[0].cluster.device, seconds_of_waits) as world, RankWatch(world, seconds_of_waits):
+    with joined_rank(specs[0].cluster.device, seconds_of_waits) as world:
         plans = [make_plan(spec) for spec in specs]
         share = seconds / len(plans)
         profilers = [
@@ -97,7 +94,7 @@ class PlanProfiler:
         slices = sorted({tp for model in self._models for tp in model.slices})
         self._slim = {(tp, depth): make_plan(slim_spec(plan, depth, tp)) for tp in slices for depth in (SHALLOW, DEEP)}
         groups = dict.fromkeys([*own, *(group for slim in self._slim.values() for group in slim.groups)])
-        self._groups: Groups = world.make_groups(list(groups), plan.spec.timeout_seconds)
+        self._groups = world.make_groups(list(groups), plan.spec.timeout_seconds)
         self._progress = RankProgress(world, f"profile/{plan.spec.name}", {}, plan.spec.timeout_seconds)
         self._position = 0
         all_ranks = RankGroup(self._groups.get("profile", ranks), ranks, self._progress.wait)
@@ -263,16 +260,12 @@ class PlanProfiler:
 
 def main(request_file: str, path: str) -> None:
     """Measure the runs of a request file and write ``path``."""
-    # as in launch/worker.py
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with ErrorReport():
-        request = json.loads(Path(request_file).read_text())
-        runs = request["runs"]
-        specs = [parse_spec(read_yaml(run["spec"])) for run in runs]
-        lengths = [LengthSample(tuple(run["prompts"]), tuple(run["responses"])) for run in runs]
-        measure(specs, lengths, request["seconds"], request["most_tp"], Path(path))
+    request = json.loads(Path(request_file).read_text())
+    runs = request["runs"]
+    specs = [parse_spec(read_yaml(run["spec"])) for run in runs]
+    lengths = [LengthSample(tuple(run["prompts"]), tuple(run["responses"])) for run in runs]
+    measure(specs, lengths, request["seconds"], request["most_tp"], Path(path))
 
 
 if __name__ == "__main__":
-    end_with_launcher()
     main(sys.argv[1], sys.argv[2])

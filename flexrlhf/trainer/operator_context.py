@@ -50,6 +50,12 @@ class OperatorContext:
     environments: EnvironmentCaller | None = None
     text: Callable[[Sequence[int]], str] = str
 
+    @classmethod
+    def by_itself(cls, spec: Spec, sampling: Sampling, device: torch.device) -> OperatorContext:
+        """Return the context of an operator that is executed outside a run and calls no scorer."""
+        guard = FiniteGuard("stop", dist.HashStore(), 0)
+        return cls(spec, sampling, device, ExternalScorers({}, str), str, guard)
+
     def at(self, step: int) -> OperatorContext:
         """Return the context of ``step``."""
         return replace(self, sampling=replace(self.sampling, step=step))

@@ -22,7 +22,7 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.model_settings import Dtype, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, moments
-from flexrlhf.engines.non_finite import NonFinite, NonFiniteStep, first_in_columns
+from flexrlhf.engines.non_finite import NonFinite, NonFiniteStep
 from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns
 from flexrlhf.objectives.parity import LogprobDifferences, compare_logprobs
@@ -62,7 +62,7 @@ class FiniteGuard:
         rows:  int64 (n,), numbers of the rows.
         ranks: data-parallel group of the model; those that found such a value name the first row of all.
         """
-        first = first_in_columns(columns, rows)
+        first = NonFinite.first_in_columns(columns, rows)
         if first is None:
             return
         if self.policy == "skip":

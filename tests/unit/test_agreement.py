@@ -19,7 +19,7 @@ from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.refusals import Refusals, write_refusal
 from flexrlhf.launch.rendezvous import JOB_OFFER, JobOffer, OpenJob, find_job, refuse
 from flexrlhf.launch.shared_directories import Sharing
-from flexrlhf.launch.terms import JOB_TERMS, Sides, Terms, difference
+from flexrlhf.launch.terms import Sides, Terms
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import BLOCK_BYTES, NUM_BLOCKS, file_digest
@@ -166,10 +166,10 @@ def test_a_directory_that_cannot_be_written_ends_the_job(tmp_path: Path) -> None
 
 
 def test_equal_parts_of_terms_travel_once() -> None:
-    assert JOB_TERMS.validate_json(JOB_TERMS.dump_json(TERMS)) == TERMS
+    assert Terms.of_json(TERMS.json) == TERMS
     short = TERMS.without_equals(TERMS)
     assert short.specs == () and short.sources == {}
-    assert difference(TERMS, short, Sides("a", "b")) == ""
+    assert TERMS.difference(short, Sides("a", "b")) == ""
 
 
 def test_a_digest_covers_small_files_whole_and_large_ones_by_their_blocks(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from flexrlhf.engines.non_finite import (
     NonFinite,
     NonFiniteStep,
     TrainingPass,
-    first_in_columns,
     forbid_update,
 )
 from flexrlhf.errors import RunStopped
@@ -42,21 +41,21 @@ def columns(**wrong: tuple[int, int]) -> dict[str, Tensor]:
 
 
 def test_nothing_is_found_where_all_is_finite() -> None:
-    assert first_in_columns(columns(), ROWS) is None
-    assert first_in_columns({name: column[:0] for name, column in columns().items()}, ROWS[:0]) is None
+    assert NonFinite.first_in_columns(columns(), ROWS) is None
+    assert NonFinite.first_in_columns({name: column[:0] for name, column in columns().items()}, ROWS[:0]) is None
 
 
 def test_the_first_row_by_its_number_is_found() -> None:
-    assert first_in_columns(columns(logprobs=(0, 1), values=(1, 2)), ROWS) == NonFinite(3, 0, "values", 2)
-    assert first_in_columns(columns(logprobs=(0, 1), values=(2, 0)), ROWS) == NonFinite(7, 0, "logprobs", 1)
-    assert first_in_columns(columns(scores=(3, 0)), ROWS) == NonFinite(5, 0, "scores")
+    assert NonFinite.first_in_columns(columns(logprobs=(0, 1), values=(1, 2)), ROWS) == NonFinite(3, 0, "values", 2)
+    assert NonFinite.first_in_columns(columns(logprobs=(0, 1), values=(2, 0)), ROWS) == NonFinite(7, 0, "logprobs", 1)
+    assert NonFinite.first_in_columns(columns(scores=(3, 0)), ROWS) == NonFinite(5, 0, "scores")
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_infinity_is_not_finite(wrong: float) -> None:
     column = torch.zeros(4, 3)
     column[1, 1:] = wrong
-    assert first_in_columns({"values": column}, ROWS) == NonFinite(3, 0, "values", 1)
+    assert NonFinite.first_in_columns({"values": column}, ROWS) == NonFinite(3, 0, "values", 1)
 
 
 # --- losses and gradients

@@ -14,7 +14,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.rendezvous import JOB_OFFER, OFFER, JobOffer, agreement_store, endpoint_at, find_job
 from flexrlhf.launch.shared_secret import found_secret, made_secret
-from flexrlhf.launch.terms import JOB_TERMS, Terms
+from flexrlhf.launch.terms import Terms
 from flexrlhf.runs.resume import RunOrder
 
 SECRET, OTHER = "5" * 64, "6" * 64
@@ -66,7 +66,7 @@ def test_a_stranger_offers_no_job_and_no_terms(tmp_path: Path, monkeypatch: pyte
     offer = JOB_OFFER.dump_json(JobOffer((RunOrder(plan.spec),), 2, 0)).decode()
     store = serve_store(Endpoint("test", "127.0.0.1", 0), False, 10)
     agreement = agreement_store(store)
-    stranger = {OFFER: offer, "host": "a", "directories": "[]", "terms": JOB_TERMS.dump_json(TERMS).decode()}
+    stranger = {OFFER: offer, "host": "a", "directories": "[]", "terms": TERMS.json}
     for key, text in stranger.items():
         agreement.set(key, signed(key, text))
     with pytest.raises(UserError, match="^FLEXRLHF_TOKEN: missing on this machine"):
@@ -83,7 +83,7 @@ def test_machines_without_a_common_directory_need_a_secret(tmp_path: Path, monke
     store = dist.HashStore()
     monkeypatch.setattr("flexrlhf.launch.shared_directories.SEEN_SECONDS", 0.1)
     directories = '[{"path": "runs", "place": "/runs", "problem": "", "probe": ".preflight-0"}]'
-    for key, text in {"host": "a", "directories": directories, "terms": JOB_TERMS.dump_json(TERMS).decode()}.items():
+    for key, text in {"host": "a", "directories": directories, "terms": TERMS.json}.items():
         store.set(key, text if key == "host" else signed(key, text))
     with pytest.raises(UserError, match=r"runs: .* on node 1 \(host b\) is not that of .* export FLEXRLHF_TOKEN="):
         agree(store, Member(1, 2, "b"), [plan], lambda: TERMS, 10)

@@ -27,12 +27,10 @@ from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, partit
 from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.engines.non_finite import NonFiniteStep
-from flexrlhf.engines.offloaded_activations import checkpoint_layers
-from flexrlhf.engines.optimizers import ScheduledOptimizer, make_optimizer
+from flexrlhf.engines.optimizers import ScheduledOptimizer
 from flexrlhf.engines.passes import make_passes
-from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.skeletons import Skeleton
-from flexrlhf.engines.tensor_parallel import TensorParallelNames, apply_tensor_parallel
+from flexrlhf.engines.tensor_parallel import TensorParallelNames
 from flexrlhf.operators.columns import Column
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
@@ -123,11 +121,11 @@ class DeepSpeedEngine(Lender):
         self._model = skeleton.model
         self.config = self._model.config
         head = skeleton.use_kernels(context)
-        checkpoint_layers(self._model, context)
+        skeleton.checkpoint_layers(context)
         self._tp, names = context.tp, TensorParallelNames()
         if context.tp.group is not None:
             skeleton.replace_placeholders(lambda parameter: torch.empty(parameter.shape, device="meta"))
-            names = apply_tensor_parallel(self._model, head, context.tp.group)
+            names = TensorParallelNames.apply(self._model, head, context.tp.group)
         self._allocate(skeleton, context.device)
         self._mark(names)
         self._split = names.split
@@ -150,7 +148,7 @@ class DeepSpeedEngine(Lender):
     def _make_optimizer(self, num_updates: int) -> ScheduledOptimizer:
         settings = self._settings.optimizer
         trained = sorted((name, p) for name, p in self._model.named_parameters() if p.requires_grad)
-        return ScheduledOptimizer(settings, make_optimizer(settings, [p for _, p in trained]), num_updates)
+        return ScheduledOptimizer.of(settings, [p for _, p in trained], num_updates)
 
     def _align_counters(self, context: EngineContext) -> None:
         """Set DeepSpeed's counters of modules and parameters to the same numbers on all ranks.
@@ -312,7 +310,7 @@ class DeepSpeedEngine(Lender):
 
     def weights(self) -> dict[str, Tensor]:
         shards = {name: shard(parameter, self._mpu.dp.rank()) for name, parameter in self._model.named_parameters()}
-        return shards | router_biases(self._model)
+        return shards | self._passes.router_biases
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -339,7 +337,7 @@ class DeepSpeedEngine(Lender):
         for tensors in live.values():
             for name, each in tensors.items():
                 tensors[name] = replace(each, values=self._host_offload.readable(each.values))
-        biases = {name: StateTensor(bias) for name, bias in router_biases(self._model).items()}
+        biases = {name: StateTensor(bias) for name, bias in self._passes.router_biases.items()}
         if biases:
             live[TrainingState.WEIGHTS] |= biases
         return TrainingState(live, {"updates": float(self._optimizer.num_updates), **loss_scale(wrapper)})

@@ -27,7 +27,6 @@ from flexrlhf.engines.megatron.update import StageUpdate
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.readout import Readout
-from flexrlhf.engines.scalar_head import score_rule
 from flexrlhf.engines.skeletons import Skeleton
 from flexrlhf.operators.columns import Column
 from flexrlhf.weights.families import model_sizes
@@ -74,14 +73,13 @@ class MegatronEngine(Lender):
             self._update = StageUpdate(self._settings, module, groups, world, context.num_updates, copies)
             if self._settings.dtype != "float32":
                 _read_masters(source, self._update.tensors(self._named)[TrainingState.WEIGHTS])
-        rule = score_rule(self.config, placed.trained)
         laid_out = PassSettings.of(context, self.config)
         # sequence parallelism gives each rank as many tokens of a row, or of its part
         parts = placed.layout.width if self._stage.config.sequence_parallel else 1
         multiple = lcm(laid_out.multiple, parts)
         self._passes = StagePasses(
             module=module,
-            readout=Readout(placed.head, self._stage.head, context.lengths, context.temperature, rule),
+            readout=Readout.of(context, self.config, self._stage.head),
             pass_settings=replace(laid_out, masks=False, multiple=multiple),
             groups=groups,
             dp=context.dp,

@@ -28,12 +28,10 @@ from flexrlhf.engines.host_offload import HostOffload, Lender
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.engines.non_finite import NonFiniteStep
-from flexrlhf.engines.offloaded_activations import checkpoint_layers
 from flexrlhf.engines.optimizers import local
 from flexrlhf.engines.passes import make_passes
-from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.skeletons import Skeleton, swap_values
-from flexrlhf.engines.tensor_parallel import TensorParallelNames, apply_tensor_parallel
+from flexrlhf.engines.tensor_parallel import TensorParallelNames
 from flexrlhf.engines.torch.fsdp import apply_fsdp, expert_mesh, free_gathered, read_shards, shard_mesh
 from flexrlhf.engines.torch.update import Gradients, TrainedParameter, Update
 from flexrlhf.operators.columns import Column
@@ -63,9 +61,9 @@ class TorchEngine(Lender):
         self._passes = make_passes(context, self._model, self._model, head, placed.in_lockstep)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
-        self._biases = router_biases(self._model)
+        self._biases = self._passes.router_biases
         self._update = self._make_update(context, names) if placed.trained else None
-        checkpoint_layers(self._model, context)
+        skeleton.checkpoint_layers(context)
 
     def _make_update(self, context: EngineContext, names: TensorParallelNames) -> Update:
         """Make the optimizer of the trained parameters, and hooks that add up 16-bit gradients in float32."""
@@ -236,7 +234,7 @@ def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext
     of_experts = frozenset[str]() if group is ep is None else ExpertSplit(ep, group).apply(model, model.config)
     names = TensorParallelNames()
     if group is not None:
-        names = apply_tensor_parallel(model, head, group)
+        names = TensorParallelNames.apply(model, head, group)
         names = replace(names, split=names.split | of_experts)
     if placed.split == "whole":
         read_shards(skeleton, context.device)

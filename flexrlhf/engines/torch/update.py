@@ -18,7 +18,6 @@ from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import (
     ScheduledOptimizer,
     local,
-    make_optimizer,
 )
 from flexrlhf.weights.shards import gradient_bucket_bytes, make_buckets
 
@@ -155,8 +154,7 @@ class Update:
     ) -> None:
         self._settings = settings
         self._gradients = gradients
-        made = make_optimizer(settings, [item.parameter for item in gradients.trained])
-        self._optimizer = ScheduledOptimizer(settings, made, num_updates)
+        self._optimizer = ScheduledOptimizer.of(settings, [item.parameter for item in gradients.trained], num_updates)
         self._scale = LossScale(is_scaled)
         self._changed, self._await_device = changed, await_device
         self.gradient_bytes = 0

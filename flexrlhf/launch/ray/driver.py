@@ -23,7 +23,7 @@ from flexrlhf.launch.ray.node import NodeEnd, NodeReport, RayNode
 from flexrlhf.launch.rendezvous import LOOPBACK
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.start import STOPPED, end_between_attempts
-from flexrlhf.launch.terms import JOB_TERMS, Terms
+from flexrlhf.launch.terms import Terms
 from flexrlhf.placement.hosts import Hosts, endpoint_text
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS
@@ -188,7 +188,7 @@ def _compare_machines(nodes: Sequence[PlannedNode], job: Job, terms: Terms) -> N
         for each in directories:
             if each.problem:
                 raise UserError(f"runs: {each.place} cannot be written ({each.problem})")
-        shared = (ORDERS.dump_json(job.orders).decode(), JOB_TERMS.dump_json(terms).decode(), tuple(directories))
+        shared = (ORDERS.dump_json(job.orders).decode(), terms.json, tuple(directories))
         calls = {node.name: node.actor.compare.remote(*shared, node.number, driver) for node in nodes}
         sentence = next(filter(None, _results(calls, COMPARE_SECONDS)), "")
     if sentence:

@@ -29,7 +29,7 @@ from flexrlhf.config.code_loading import python_command
 from flexrlhf.errors import Interrupted, RankFailure, UserError
 from flexrlhf.launch.lifetime import LAUNCHER, end_with_launcher, quiet_torch
 from flexrlhf.launch.shared_directories import DirectoryFacts
-from flexrlhf.launch.terms import JOB_TERMS, Sides, compare_machine, terms_of
+from flexrlhf.launch.terms import Sides, Terms
 from flexrlhf.plan.pipeline import make_plan, make_plans
 from flexrlhf.runs.resume import ORDERS
 
@@ -99,14 +99,14 @@ class RayNode:
         node:           number of the planned node.
         first:          name of the driver, for the sentence.
         """
-        own, expected = ORDERS.validate_json(orders), JOB_TERMS.validate_json(terms)
+        own, expected = ORDERS.validate_json(orders), Terms.of_json(terms)
         sides = Sides(first, f"node {node} (host {socket.gethostname()})")
         try:
             plans = make_plans([order.spec for order in own])
-            found = terms_of(plans, own[0].spec.cluster.device, expected.nodes, expected.restarts)
+            found = Terms.of(plans, own[0].spec.cluster.device, expected.nodes, expected.restarts)
         except UserError as error:
             return f"{sides.other}: {error}"
-        sharing = compare_machine(expected, found, sides, directories, node + 1)
+        sharing = expected.compare_machine(found, sides, directories, node + 1)
         if sharing.problem or sharing.shares:
             return sharing.problem
         paths = ", ".join(each.path for each in directories)
