@@ -127,9 +127,8 @@ def rank_main(arguments: Mapping[str, Any]) -> None:
         context = _context(case, directory, world, groups)
         _import_libraries(case)
         before = begin()
-        from flexrlhf.engines.base import make_engine
 
-        engine = make_engine(context)
+        engine = context.make_engine()
         loading = peak_bytes() - before
         world.meet("loaded", SECONDS)
         before = begin()

@@ -44,10 +44,10 @@ class Beat:
     number: int
     is_waiting: bool
 
-
-def beat_key(rank: int) -> str:
-    """Return the key of the job's store under which a rank writes its beats."""
-    return f"beat/{rank}"
+    @staticmethod
+    def key(rank: int) -> str:
+        """Return the key of the job's store under which a rank writes its beats."""
+        return f"beat/{rank}"
 
 
 class RankProgress:
@@ -155,7 +155,7 @@ class RankProgress:
         return {rank: _sign(before[rank], after[rank]) for rank in ranks}
 
     def _beat(self, rank: int) -> Beat | None:
-        key = beat_key(rank)
+        key = Beat.key(rank)
         return Beat(*json.loads(self._world.store.get(key))) if self._world.store.check([key]) else None
 
     def _name(self, rank: int, position: Position) -> str:

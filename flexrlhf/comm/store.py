@@ -136,6 +136,37 @@ class Endpoint:
             raise UserError(f"{self.setting} {self}: no address is found for {self.host}") from None
         return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
+    def serve(self, several_hosts: bool, timeout_seconds: float) -> dist.TCPStore:
+        """Return a store that listens on this address alone.
+
+        ``several_hosts``: the name of this machine may be another address elsewhere; one that resolves to the loopback
+        address here, or to none of this machine's, is served on all addresses. Raises UserError if it cannot listen.
+        """
+        address = self.address
+        is_name = self.host not in ("localhost", address)
+        everywhere = several_hosts and ((is_name and ip_address(address).is_loopback) or not is_local(address))
+        listener = _listen("" if everywhere else address, self)
+        port = listener.getsockname()[1]
+        timeout = timedelta(seconds=timeout_seconds)
+        return dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
+
+    def connect(self, timeout_seconds: float, notice: Notice) -> dist.TCPStore:
+        """Return a client of the store here. Raises RunStopped when none is reached in time."""
+        while (problem := _try_connect(self)) is not None:
+            notice.update(problem)
+            if notice.seconds > timeout_seconds:
+                raise RunStopped(f"{notice.what}: {problem} for {timeout_seconds:g} s")
+            time.sleep(0.2)
+        timeout = timedelta(seconds=timeout_seconds)
+        return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether something listens here now."""
+        return _try_connect(self) is None
+
 
 @dataclass
 class Notice:
@@ -160,39 +191,6 @@ class Notice:
         if self.prints and time.monotonic() - self._last >= NOTICE_SECONDS:
             self._last = time.monotonic()
             print(f"flexrlhf: {self.what}: {detail} ({self.seconds:.0f} s)", file=sys.stderr, flush=True)
-
-
-def serve_store(endpoint: Endpoint, several_hosts: bool, timeout_seconds: float) -> dist.TCPStore:
-    """Return a store that listens on the address of ``endpoint`` alone.
-
-    ``several_hosts``: the name of this machine may be another address elsewhere; one that resolves to the loopback
-    address here, or to none of this machine's, is served on all addresses. Raises UserError if it cannot listen.
-    """
-    address = endpoint.address
-    is_name = endpoint.host not in ("localhost", address)
-    everywhere = several_hosts and ((is_name and ip_address(address).is_loopback) or not is_local(address))
-    listener = _listen("" if everywhere else address, endpoint)
-    port = listener.getsockname()[1]
-    timeout = timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-    )
-
-
-def connect_store(endpoint: Endpoint, timeout_seconds: float, notice: Notice) -> dist.TCPStore:
-    """Return a client of the store at ``endpoint``. Raises RunStopped when none is reached in time."""
-    while (problem := _try_connect(endpoint)) is not None:
-        notice.update(problem)
-        if notice.seconds > timeout_seconds:
-            raise RunStopped(f"{notice.what}: {problem} for {timeout_seconds:g} s")
-        time.sleep(0.2)
-    timeout = timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(endpoint.host, endpoint.port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def is_served(endpoint: Endpoint) -> bool:
-    """Whether something listens at ``endpoint`` now."""
-    return _try_connect(endpoint) is None
 
 
 def second_connection(store: dist.Store) -> dist.Store:

@@ -27,9 +27,7 @@ from flexrlhf.comm.store import (
     Endpoint,
     Notice,
     await_keys,
-    connect_store,
     route_to,
-    serve_store,
     use_job_interface,
 )
 from flexrlhf.config.output_settings import NO_SWITCHES, Switches
@@ -412,9 +410,9 @@ def _join(rank: int, size: int, host: str, timeout_seconds: float) -> dist.Store
     endpoint = Endpoint("MASTER_ADDR and MASTER_PORT", os.environ["MASTER_ADDR"].strip("[]"), _number("MASTER_PORT"))
     is_server = _serves_store(rank)
     store = (
-        serve_store(endpoint, True, timeout_seconds)
+        endpoint.serve(True, timeout_seconds)
         if is_server
-        else connect_store(endpoint, timeout_seconds, Notice(f"rank {rank} waits for the job's store", prints))
+        else endpoint.connect(timeout_seconds, Notice(f"rank {rank} waits for the job's store", prints))
     )
     # a store may serve several attempts
     attempt = dist.PrefixStore(f"flexrlhf/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -306,6 +306,12 @@ class EngineContext:
         """Return whether the embedding is also the language head. ``config``: Hugging Face config of the model."""
         return self.placed.head != "scalar" and bool(config.tie_word_embeddings)
 
+    def make_engine(self) -> Engine:
+        """Construct the engine of the placed model on this rank; all ranks of the model call it."""
+        facts = self.placed.facts
+        engine: Engine = facts.part(facts.constructor)(self)
+        return engine
+
     def check_links(self) -> None:
         """Raise UserError for pipeline stages on GPUs without NCCL, which their libraries send by."""
         group = None if self.stages is None else self.stages.stages.group
@@ -524,10 +530,3 @@ def add_moments(total: Moments, part: Moments) -> None:
     """Add ``part`` to ``total``, in place; names that ``total`` lacks are new."""
     for name, value in part.items():
         total[name] = total[name] + value if name in total else value
-
-
-def make_engine(context: EngineContext) -> Engine:
-    """Construct the engine of a placed model on this rank; all ranks of the model call it."""
-    facts = context.placed.facts
-    engine: Engine = facts.part(facts.constructor)(context)
-    return engine

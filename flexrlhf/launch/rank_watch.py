@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from flexrlhf.comm.deadlines import DeadlineError, listed
-from flexrlhf.comm.progress import Beat, beat_key
+from flexrlhf.comm.progress import Beat
 from flexrlhf.comm.store import second_connection
 from flexrlhf.comm.world import World
 from flexrlhf.launch.failures import sentence_of, write_error
@@ -164,7 +164,7 @@ class RankWatch:
             number += 1
             try:
                 beat = Beat(number, self._world.waits.current is not None)
-                self._store.set(beat_key(self._world.rank), json.dumps(astuple(beat)))
+                self._store.set(Beat.key(self._world.rank), json.dumps(astuple(beat)))
                 # a set does not wait for a response
                 has_failed = self._store.check([FAILED])
                 self._contact = time.monotonic()
@@ -198,7 +198,7 @@ class RankWatch:
 
     def _silent_rank(self) -> str | None:
         """Return that the next rank gives no sign of life, though this one may wait for it inside a library."""
-        key, now = beat_key(self._neighbour), time.monotonic()
+        key, now = Beat.key(self._neighbour), time.monotonic()
         beat = self._store.get(key).decode() if self._store.check([key]) else ""
         if beat != self._beat:
             self._beat, self._beat_since = beat, now

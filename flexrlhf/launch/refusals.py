@@ -14,7 +14,7 @@ from socket import gethostname
 
 import torch.distributed as dist
 
-from flexrlhf.comm.store import Endpoint, serve_store
+from flexrlhf.comm.store import Endpoint
 from flexrlhf.config.job_secret import job_secret, signed, verified
 from flexrlhf.errors import RunStopped, UserError, one_line
 
@@ -37,7 +37,7 @@ def refuse_others(endpoint: Endpoint, others: int, sentence: str) -> None:
     """Say on node 0, for LISTEN_SECONDS or until all ``others`` have read it, why the job does not begin."""
     with suppress(UserError):
         # where nothing can listen, nobody waits
-        store = agreement_store(serve_store(endpoint, True, LISTEN_SECONDS))
+        store = agreement_store(endpoint.serve(True, LISTEN_SECONDS))
         store.set(REFUSED, sentence)
         deadline = time.monotonic() + LISTEN_SECONDS
         while time.monotonic() < deadline and store.add(READ, 0) < others:

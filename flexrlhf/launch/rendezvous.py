@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, is_served, serve_store
+from flexrlhf.comm.store import Endpoint, Notice, await_keys
 from flexrlhf.config.job_secret import NO_SECRET, job_secret, signed, verified
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.agreement import Member, agree
@@ -129,9 +129,9 @@ class NodeRendezvous(RendezvousHandler):
 
     def _open(self) -> dist.TCPStore:
         if self._hosts.is_first_node:
-            return serve_store(self._endpoint, self._hosts.nnodes > 1, self._join_seconds)
+            return self._endpoint.serve(self._hosts.nnodes > 1, self._join_seconds)
         notice = Notice(f"node {self._hosts.node_rank} waits for node 0 at {self._endpoint}")
-        store = connect_store(self._endpoint, self._join_seconds, notice)
+        store = self._endpoint.connect(self._join_seconds, notice)
         with suppress(OSError):
             self._sign = socket.create_connection((self._endpoint.host, self._endpoint.port))
         return store
@@ -216,7 +216,7 @@ def find_job(endpoint: Endpoint, seconds: float) -> OpenJob:
     Raises RunStopped if none comes in time, UserError if it has another secret.
     """
     notice = Notice(f"this machine waits for a job at {endpoint}")
-    store = agreement_store(connect_store(endpoint, seconds, notice))
+    store = agreement_store(endpoint.connect(seconds, notice))
     try:
         await_keys(store, {OFFER: "node 0"}, seconds, notice, partial(check_refused, store))
     except RuntimeError as error:
@@ -238,11 +238,11 @@ def refuse(hosts: Hosts, sentence: str) -> None:
     endpoint = endpoint_at(hosts.rdzv_endpoint)
     if hosts.is_first_node:
         refuse_others(endpoint, hosts.nnodes - 1, sentence)
-    if hosts.is_first_node or not is_served(endpoint):
+    if hosts.is_first_node or not endpoint.is_served:
         return
     with suppress(RuntimeError, RunStopped, UserError):
         # it may end meanwhile
-        store = agreement_store(connect_store(endpoint, LISTEN_SECONDS, Notice("a refusal", prints=False)))
+        store = agreement_store(endpoint.connect(LISTEN_SECONDS, Notice("a refusal", prints=False)))
         file = _secret_file(store) if store.check([OFFER]) else ""
         with found_secret(file if Path(file).is_file() else ""):
             write_refusal(store, sentence)

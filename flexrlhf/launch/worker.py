@@ -9,15 +9,14 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
-import json
 import os
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,31 +26,18 @@ import torch
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World, many_queues, open_world
 from flexrlhf.config.job_secret import signed, verified
-from flexrlhf.config.output_settings import DebugSpec
-from flexrlhf.display.events import Doing, EventFile, Note, RunBegins, RunEnds, Send, discard
+from flexrlhf.display.events import EventFile, Send, discard
 from flexrlhf.display.plain_lines import print_plainly
-from flexrlhf.errors import RunStopped, UserError, one_line
+from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.failures import ErrorReport
 from flexrlhf.launch.rank_watch import RankWatch
-from flexrlhf.launch.run_header import run_title, where_models_are
-from flexrlhf.placement.protocols import PURE
-from flexrlhf.plan.data_report import data_line, data_warnings, unread_line
-from flexrlhf.plan.hub_names import commits
-from flexrlhf.plan.operator_protocols import PROTOCOLS, own_splits
-from flexrlhf.plan.pipeline import make_plan, make_plans
-from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import RunData, data_sources, load_run_data
+from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.runs.resume import ORDERS, OWN, RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
-from flexrlhf.runs.run_files import RunFiles, open_run_files
-from flexrlhf.trainer.call_feed import CallFeed
-from flexrlhf.trainer.called_steps import CalledSteps, CalledTrainer
-from flexrlhf.trainer.flight_record import FlightRecord
-from flexrlhf.trainer.memory_meter import MemoryMeter, naming_exhaustion, use_expandable_segments
-from flexrlhf.trainer.rank_context import RankContext, open_rank
-from flexrlhf.trainer.restoration import StartingPoint, choose_start
+from flexrlhf.runs.run_files import open_run_files
+from flexrlhf.trainer.memory_meter import naming_exhaustion
+from flexrlhf.trainer.rank_runs import RankRuns
 from flexrlhf.trainer.stop_requests import StopRequests
-from flexrlhf.trainer.trainer import Trainer
 
 
 def work(
@@ -94,7 +80,7 @@ def work(
         send: Send = discard
         if world.rank == 0:
             send = print_plainly() if events_file is None else EventFile(events_file)
-        rank = _Rank(world, files, MemoryMeter(world.device), stops, watch, send, time.time() - launched)
+        runs = RankRuns(world, files, stops, watch.over, send, time.time() - launched)
         if stop_file is None:
             stops.install_handlers()
         for index, order in enumerate(orders):
@@ -103,7 +89,7 @@ def work(
             gc.freeze()
             earlier = [each.spec.directory for each in orders[:index]]
             order, is_finished = _continued(order, world)
-            next_step = order.spec.steps if is_finished else _run(order, earlier, rank)
+            next_step = order.spec.steps if is_finished else runs.execute(order, earlier)
             # the next run may read a file that a rank of this one has just written
             world.meet(f"the end of {order.spec.name}", order.spec.timeout_seconds)
             files.clear(order.spec.directory)
@@ -126,91 +112,6 @@ def _orders_of_first(orders: Sequence[RunOrder], world: World, seconds: float) -
         return orders
     world.wait_for(world.store, {"orders": "rank 0"}, "the orders of rank 0", seconds)
     return ORDERS.validate_json(verified("orders", world.store.get("orders").decode()))
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """Parts of a rank that all its runs share. ``join_seconds``: time until it had joined the others."""
-
-    world: World
-    files: RunFiles
-    meter: MemoryMeter
-    stops: StopRequests
-    watch: RankWatch
-    send: Send
-    join_seconds: float
-
-
-def _run(order: RunOrder, earlier: Sequence[Path], rank: _Rank) -> int:
-    """Plan and execute one run; afterwards nothing refers to its trainer. Returns the step that it has come to.
-
-    ``earlier``: directories of the runs before it.
-    """
-    debug, files, began = order.spec.debug, rank.files, time.time()
-    directory = RunDirectory(order.spec.directory)
-    world = rank.world.under(debug)
-    files.receive_inputs(order.spec, earlier, world)
-    plan = make_plan(order.spec)
-    name, send = plan.spec.name, rank.send
-    flight = FlightRecord(plan, world, directory)
-    with rank.watch.over(flight), directory.writing():
-        send(RunBegins(name, run_title(plan, world.device.type), where_models_are(plan), plan.spec.steps))
-        send(Doing(name, "reading the data"))
-        data = load_run_data(plan)
-        check_commits(plan, world)
-        check_splits(plan, world)
-        start = choose_start(plan, world, data, files, order.candidates)
-        if world.rank == 0:
-            _send_counts(plan, data, send)
-        send(Doing(name, "loading the models" if start is None else f"loading the models and {start.checkpoint}"))
-        choose_kernels(debug)
-        if debug.expandable_segments and world.device.type == "cuda":
-            use_expandable_segments()
-        first = 0 if start is None else start.next_step
-        opened = open_rank(plan, data, files, world, flight, rank.meter, rank.stops, send, first)
-        steps = CalledSteps() if order.program else None
-        trainer = Trainer(opened, start, steps)
-        files.remove_received(plan, world)
-        start_seconds = rank.join_seconds + time.time() - began
-        if files.keeps:
-            directory.write_status("running", first, plan.spec.steps, start_seconds)
-        next_step = trainer.run() if steps is None else _called(order, opened, trainer, steps, start)
-        opened.close()
-    send(RunEnds(name, next_step))
-    if files.keeps:
-        is_finished = next_step == plan.spec.steps
-        with directory.writing():
-            directory.write_status("finished" if is_finished else "stopped", next_step, plan.spec.steps, start_seconds)
-    return next_step
-
-
-def choose_kernels(debug: DebugSpec) -> None:
-    """Choose torch's kernels for a run."""
-    torch.backends.cuda.enable_cudnn_sdp(debug.cudnn_attention)
-    # as an error: with warnings alone attention would go on adding in any order
-    torch.use_deterministic_algorithms(debug.deterministic)
-    # all memory is written before it is read
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def _called(
-    order: RunOrder, rank: RankContext, trainer: Trainer, steps: CalledSteps, start: StartingPoint | None
-) -> int:
-    """Execute the calls of a program. Returns the step that it has come to."""
-    feed = CallFeed(rank.world, order.spec.name, order.program, order.spec.timeout_seconds)
-    next_step = CalledTrainer(trainer, rank, steps, feed, 0 if start is None else start.next_step).run()
-    feed.close()
-    return next_step
-
-
-def _send_counts(plan: Plan, data: RunData, send: Send) -> None:
-    """Send the effect of the limits on the rows of each data file."""
-    for source in data_sources(plan):
-        counts = data.counts[source.key]
-        for line in filter(None, (data_line(source, counts), unread_line(source, counts))):
-            send(Note(plan.spec.name, line))
-        for warning in data_warnings(source, counts):
-            print(f"flexrlhf: {plan.spec.name}: {warning}", file=sys.stderr, flush=True)
 
 
 def _continued(order: RunOrder, world: World) -> tuple[RunOrder, bool]:
@@ -261,35 +162,3 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
     """Print a traceback, except for errors that the launcher prints as one sentence."""
     if not issubclass(kind, UserError | RunStopped):
         sys.__excepthook__(kind, error, trace)
-
-
-def check_commits(plan: Plan, world: World) -> None:
-    """Raise UserError if this rank has another commit of a model or a data set than rank 0."""
-    for setting, mine, first in _differing(plan, world, "commits", commits(plan.spec, data_sources(plan))):
-        raise UserError(
-            f"{setting}: rank {world.rank} (host {world.host}) has {mine} in its Hub cache, rank 0 has {first}; name "
-            f"the commit, as in {first or mine}"
-        )
-
-
-def check_splits(plan: Plan, world: World) -> None:
-    """Raise UserError if a protocol splits rows on this rank in another way than on rank 0."""
-    splits = {
-        f"{PROTOCOLS}.{name}": json.dumps(split) for name, split in own_splits(plan.placement, plan.batch).items()
-    }
-    for setting, mine, first in _differing(plan, world, "splits", splits):
-        raise UserError(
-            f"{setting}: rank {world.rank} (host {world.host}) splits the prompts of the mini-batches as "
-            f"{one_line(mine)}, rank 0 as {one_line(str(first))}; {PURE}"
-        )
-
-
-def _differing(plan: Plan, world: World, what: str, mine: Mapping[str, str]) -> Iterator[tuple[str, str, str | None]]:
-    """Yield each setting with its value here that rank 0 has another value of, and this one."""
-    if not mine:
-        return
-    mailbox = Mailbox(world, f"{what}/{plan.spec.name}", plan.spec.timeout_seconds)
-    if world.rank == 0:
-        mailbox.publish("first", mine)
-    first = mailbox.receive("first", "rank 0", f"the {what} of rank 0")
-    yield from ((key, value, first.get(key)) for key, value in mine.items() if value != first.get(key))

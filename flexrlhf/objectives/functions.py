@@ -5,7 +5,7 @@ A new algorithm adds its own to ``LOSSES`` and ``COMBINES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,7 +30,7 @@ from flexrlhf.objectives.losses import (
     shared_loss,
     value_loss,
 )
-from flexrlhf.objectives.parity import parity
+from flexrlhf.objectives.parity import naming_tokens, parity
 from flexrlhf.objectives.preferences import (
     kto_loss,
     orpo_loss,
@@ -106,6 +106,19 @@ def make_loss(function: str, algorithm: AlgorithmSpec) -> Loss:
 def combine_of(function: str) -> Combine:
     """Return the mathematics of a combine."""
     return _load(function) if is_own(function) else COMBINES[function]
+
+
+def computed_columns(
+    operator: Operator, spec: Spec, batch: Batch, context: CombineContext, decode: Callable[[Sequence[int]], str]
+) -> tuple[Columns, Moments]:
+    """Return the columns that a combine writes, and its statistics. ``decode``: tokens to text, for errors.
+
+    Raises UserError if a user's function returns something else.
+    """
+    with naming_tokens(decode, context.step):
+        computed = combine_of(operator.function)(settings_of(operator.function, spec), batch, context)
+    check_returned(operator, computed, batch)
+    return computed
 
 
 @cache

@@ -60,6 +60,29 @@ class LogprobDifferences:
     p999: float
     worst: tuple[Difference, ...]
 
+    @classmethod
+    def of(
+        cls, engine: Tensor, trainer: Tensor, batch: Batch, response_mask: Tensor, reducer: Reducer
+    ) -> LogprobDifferences:
+        """Compare log-probs (n, R) of the tokens of ``batch`` by both sides, over all ranks of ``reducer``.
+
+        NaN differs without bound.
+        """
+        mask = response_mask.bool()
+        difference = (engine - trainer).abs().double().nan_to_num(nan=torch.inf).masked_fill(~mask, -1.0)
+        tokens = reducer.gather(_encoded(batch, engine, trainer, difference)).view(-1, 6)
+        total = reducer.gather(_as_integers(torch.stack([difference[mask].sum(), mask.sum().double()])))
+        mean = float(total[0::2].double().sum()) / max(float(total[1::2].sum()), 1.0)
+        # all that exceed the quantile may be on one rank
+        above = 1 + int(total[1::2].sum() / SCALE) // 1000
+        tail = reducer.gather(
+            _as_integers(difference.flatten().topk(min(above, difference.numel())).values.clamp(min=0))
+        )
+        p999 = float(tail.sort(descending=True).values[above - 1]) / SCALE if len(tail) >= above else 0.0
+        worst = [_decoded(row) for row in tokens[tokens[:, 3].argsort(descending=True)][:NUM_WORST].tolist()]
+        largest = float(tokens[:, 3].max()) / SCALE if len(tokens) else 0.0
+        return cls(mean, largest, p999, tuple(worst))
+
 
 class ParityError(RunStopped):
     """Rollout engine and trainer disagree. ``worst``: the tokens that differ most."""
@@ -87,31 +110,10 @@ def parity(spec: RolloutSpec, batch: Batch, context: CombineContext) -> tuple[Co
     # plan/rollout_engine.py chooses the columns
     engine = batch["rollout_logprobs" if "rollout_logprobs" in batch.columns else "logprobs"]
     trainer = batch["trainer_logprobs" if "trainer_logprobs" in batch.columns else "logprobs"]
-    found = compare_logprobs(engine, trainer, batch, batch["response_mask"], context.reducer)
+    found = LogprobDifferences.of(engine, trainer, batch, batch["response_mask"], context.reducer)
     _check(spec, found)
     statistics = {"parity_mean": found.mean, "parity_p999": found.p999, "parity_max": found.largest}
     return {}, {name: moments(engine.new_tensor(value, dtype=torch.float64)) for name, value in statistics.items()}
-
-
-def compare_logprobs(
-    engine: Tensor, trainer: Tensor, batch: Batch, response_mask: Tensor, reducer: Reducer
-) -> LogprobDifferences:
-    """Compare log-probs (n, R) of the tokens of ``batch`` by both sides, over all ranks of ``reducer``.
-
-    NaN differs without bound.
-    """
-    mask = response_mask.bool()
-    difference = (engine - trainer).abs().double().nan_to_num(nan=torch.inf).masked_fill(~mask, -1.0)
-    tokens = reducer.gather(_encoded(batch, engine, trainer, difference)).view(-1, 6)
-    total = reducer.gather(_as_integers(torch.stack([difference[mask].sum(), mask.sum().double()])))
-    mean = float(total[0::2].double().sum()) / max(float(total[1::2].sum()), 1.0)
-    # all that exceed the quantile may be on one rank
-    above = 1 + int(total[1::2].sum() / SCALE) // 1000
-    tail = reducer.gather(_as_integers(difference.flatten().topk(min(above, difference.numel())).values.clamp(min=0)))
-    p999 = float(tail.sort(descending=True).values[above - 1]) / SCALE if len(tail) >= above else 0.0
-    worst = [_decoded(row) for row in tokens[tokens[:, 3].argsort(descending=True)][:NUM_WORST].tolist()]
-    largest = float(tokens[:, 3].max()) / SCALE if len(tokens) else 0.0
-    return LogprobDifferences(mean, largest, p999, tuple(worst))
 
 
 def _as_integers(values: Tensor) -> Tensor:

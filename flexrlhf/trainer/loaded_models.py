@@ -21,7 +21,6 @@ from flexrlhf.engines.base import (
     MemoryUsage,
     ShardRanks,
     StageRanks,
-    make_engine,
 )
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.errors import UserError
@@ -184,30 +183,28 @@ def load_model_on_rank(
         with_same_shard = ranks_of(GroupPurpose.COPIES, model.copy_set(rank))
         in_node = ShardRanks(ranks_of(GroupPurpose.SHARD, model.shard_set(rank)), with_same_shard)
     stages = stage_ranks(layout, rank, ranks_of, has_all=model.facts.model_group)
-    engine = make_engine(
-        EngineContext(
-            placed=model,
-            lengths=plan.lengths.of_role(model.role),
-            temperature=plan.temperature,
-            seed=plan.spec.seed,
-            num_updates=plan.num_updates(model.role) if model.trained else 0,
-            dp=dp,
-            tp=tp,
-            cp=cp,
-            experts=experts,
-            alone=groups.alone(rank),
-            device=world.device,
-            kv_bytes=plan.sizing.kv_bytes(model),
-            store=dist.PrefixStore(f"{plan.spec.name}/{model.name}/{stages.replica.ranks[0]}", world.store),
-            timeout_seconds=plan.spec.timeout_seconds,
-            pad_token_id=pad_token_id,
-            stages=stages,
-            in_node=in_node,
-            copies=copies,
-            switches=plan.spec.debug,
-            waits=world.waits,
-        )
-    )
+    engine = EngineContext(
+        placed=model,
+        lengths=plan.lengths.of_role(model.role),
+        temperature=plan.temperature,
+        seed=plan.spec.seed,
+        num_updates=plan.num_updates(model.role) if model.trained else 0,
+        dp=dp,
+        tp=tp,
+        cp=cp,
+        experts=experts,
+        alone=groups.alone(rank),
+        device=world.device,
+        kv_bytes=plan.sizing.kv_bytes(model),
+        store=dist.PrefixStore(f"{plan.spec.name}/{model.name}/{stages.replica.ranks[0]}", world.store),
+        timeout_seconds=plan.spec.timeout_seconds,
+        pad_token_id=pad_token_id,
+        stages=stages,
+        in_node=in_node,
+        copies=copies,
+        switches=plan.spec.debug,
+        waits=world.waits,
+    ).make_engine()
     return LoadedModel(model, engine, dp, stages.replica, _shape(plan, model, engine.weights(), rank))
 
 

@@ -25,7 +25,7 @@ from flexrlhf.engines.base import Batch, Loss, Moments, moments
 from flexrlhf.engines.non_finite import NonFinite, NonFiniteStep
 from flexrlhf.errors import RunStopped
 from flexrlhf.objectives.context import Columns
-from flexrlhf.objectives.parity import LogprobDifferences, compare_logprobs
+from flexrlhf.objectives.parity import LogprobDifferences
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.old_logprobs import COMPARED
@@ -159,7 +159,7 @@ class SampledCheck:
             self._compare(model, batch, batch["loss_mask"], batch[SAMPLED], batch[COMPUTED])
 
     def _compare(self, model: LoadedModel, batch: Batch, mask: Tensor, sampled: Tensor, computed: Tensor) -> None:
-        found = compare_logprobs(sampled, computed, batch, mask, model.dp)
+        found = LogprobDifferences.of(sampled, computed, batch, mask, model.dp)
         limit = mean_limit(model.placed.settings, self.temperature, self.sent)
         if found.mean <= limit:
             return

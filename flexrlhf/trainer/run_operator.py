@@ -13,8 +13,7 @@ from flexrlhf.config.algorithms.grpo import GroupSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Moments, Sampling, moments
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.functions import check_returned, combine_of, settings_of
-from flexrlhf.objectives.parity import naming_tokens
+from flexrlhf.objectives.functions import computed_columns
 from flexrlhf.objectives.surrogates import staleness
 from flexrlhf.operators.columns import GROUP_SCORES, Column, plain
 from flexrlhf.trainer.episode_rows import LOGPROBS, rows_before_turn
@@ -171,7 +170,7 @@ def _combine(
     run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext, before: RowStore | None
 ) -> tuple[Columns, Moments]:
     """Return the columns and statistics of an attempt, or of a function of ``objectives/``."""
-    function, sampling = run.operator.function, context.sampling
+    sampling = context.sampling
     if run.operator.takes_prompts:
         assert isinstance(context.spec.algorithm, GroupSpec), "only these sample dynamically"
         alone = CombineContext((), run.model.dp, run.state, sampling.step, sampling.seed)
@@ -188,10 +187,7 @@ def _combine(
         None if scores is None else earlier_scores(run, batch, scores),
         has_surplus=context.spec.num_segments == 1,
     )
-    with naming_tokens(context.decode, context.sampling.step):
-        computed = combine_of(function)(settings_of(function, context.spec), batch, combine_context)
-    check_returned(run.operator, computed, batch)
-    columns, statistics = computed
+    columns, statistics = computed_columns(run.operator, context.spec, batch, combine_context, context.decode)
     if scores is not None:
         # also of rows that are not trained on in this step
         columns[GROUP_SCORES] = scores.index_copy(0, places_in(run, batch), columns[GROUP_SCORES])

@@ -20,7 +20,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.launch import worker
 from flexrlhf.runs.resume import ORDERS, RunOrder
-from flexrlhf.trainer import restoration
+from flexrlhf.trainer import rank_runs, restoration
 from flexrlhf.trainer.execution import Execution
 from flexrlhf.trainer.trainer import Trainer
 
@@ -82,7 +82,7 @@ if __name__ == "__main__":
     restoration.parse_spec = spec_of_checkpoint
     host_accelerator.register(Path(sys.argv[1]))
     dist.Backend.backend_capability[dist.Backend.GLOO].append(host_accelerator.NAME)
-    worker.Trainer = CountingTrainer  # type: ignore[misc]
+    rank_runs.Trainer = CountingTrainer  # type: ignore[misc]
     dist.batch_isend_irecv = counted_batch(dist.batch_isend_irecv)
     RankProgress.wait = counted(RankProgress.wait)  # type: ignore[method-assign]
     worker.work([on_accelerator(order) for order in ORDERS.validate_json(Path(sys.argv[2]).read_bytes())])

@@ -22,6 +22,7 @@ from flexrlhf.launch import worker
 from flexrlhf.objectives import advantages
 from flexrlhf.runs.resume import RunOrder
 from flexrlhf.trainer import run_operator
+from flexrlhf.trainer.rank_runs import RankRuns
 from flexrlhf.trainer.weight_syncs import WeightSyncs
 
 Planted = AbstractContextManager[Any]
@@ -117,13 +118,13 @@ BUGS: dict[str, Callable[[], Planted]] = {
 
 def main(orders_file: str, stop_file: str, directories: str) -> None:
     """Execute the orders in a file, each with the bug that its name states."""
-    run = worker._run
+    execute = RankRuns.execute
 
-    def with_bug(order: RunOrder, *arguments: Any) -> int:
+    def with_bug(runs: RankRuns, order: RunOrder, *arguments: Any) -> int:
         with BUGS.get(order.spec.name, nullcontext)():
-            return run(order, *arguments)
+            return execute(runs, order, *arguments)
 
-    with patch.object(worker, "_run", with_bug):
+    with patch.object(RankRuns, "execute", with_bug):
         worker.main(orders_file, stop_file, directories)
 
 

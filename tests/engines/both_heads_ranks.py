@@ -18,7 +18,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.engines.base import ContextRanks, Engine, EngineContext, make_engine
+from flexrlhf.engines.base import ContextRanks, Engine, EngineContext
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
@@ -44,22 +44,20 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
         shape = with_adapters("actor", shape, spec.lora)
     together = RankGroup(groups.get(name, BOTH), BOTH, wait)
     alone = RankGroup(None, (world.rank,), wait)
-    engine: Engine = make_engine(
-        EngineContext(
-            placed=model,
-            lengths=LENGTHS,
-            temperature=1.0,
-            seed=SEED,
-            num_updates=UPDATES,
-            dp=alone if has_all_rows(name) else together,
-            tp=together if spec.tp > 1 else alone,
-            alone=groups.alone(world.rank),
-            device=torch.device("cpu"),
-            kv_bytes=0,
-            store=dist.PrefixStore(name, world.store),
-            cp=ContextRanks(together, together) if spec.cp > 1 else None,
-        )
-    )
+    engine: Engine = EngineContext(
+        placed=model,
+        lengths=LENGTHS,
+        temperature=1.0,
+        seed=SEED,
+        num_updates=UPDATES,
+        dp=alone if has_all_rows(name) else together,
+        tp=together if spec.tp > 1 else alone,
+        alone=groups.alone(world.rank),
+        device=torch.device("cpu"),
+        kv_bytes=0,
+        store=dist.PrefixStore(name, world.store),
+        cp=ContextRanks(together, together) if spec.cp > 1 else None,
+    ).make_engine()
     planned = {each: part.num_elements for each, part in parts_on(model, shape, world.rank).items()}
     assert planned == {each: tensor.numel() for each, tensor in engine.weights().items()}, name
     of_rank = None if has_all_rows(name) else world.rank

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, World
-from flexrlhf.engines.base import ContextRanks, Engine, EngineContext, make_engine
+from flexrlhf.engines.base import ContextRanks, Engine, EngineContext
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.groups import GroupPurpose
 from flexrlhf.placement.placed import PlacedModel
@@ -27,20 +27,18 @@ def engine_on_rank(
     if layout.cp > 1:
         of_weights = ranks_of(GroupPurpose.WEIGHTS, layout.of_weights.dp_set(rank))
         cp = ContextRanks(ranks_of("cp", layout.cp_set(rank)), of_weights)
-    return make_engine(
-        EngineContext(
-            placed=model,
-            lengths=lengths,
-            temperature=1.0,
-            seed=seed,
-            num_updates=num_updates,
-            dp=ranks_of("compute", layout.dp_set(rank)),
-            tp=ranks_of("tp", next(ranks for ranks in layout.tp_sets if rank in ranks)),
-            alone=groups.alone(rank),
-            device=torch.device("cpu"),
-            kv_bytes=0,
-            store=dist.PrefixStore(model.name, world.store),
-            stages=stage_ranks(layout, rank, ranks_of),
-            cp=cp,
-        )
-    )
+    return EngineContext(
+        placed=model,
+        lengths=lengths,
+        temperature=1.0,
+        seed=seed,
+        num_updates=num_updates,
+        dp=ranks_of("compute", layout.dp_set(rank)),
+        tp=ranks_of("tp", next(ranks for ranks in layout.tp_sets if rank in ranks)),
+        alone=groups.alone(rank),
+        device=torch.device("cpu"),
+        kv_bytes=0,
+        store=dist.PrefixStore(model.name, world.store),
+        stages=stage_ranks(layout, rank, ranks_of),
+        cp=cp,
+    ).make_engine()

@@ -24,7 +24,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import cut
 from flexrlhf.comm.world import ALONE, Groups, World, open_world
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
-from flexrlhf.engines.base import Engine, EngineContext, ExpertRanks, TrainingState, make_engine
+from flexrlhf.engines.base import Engine, EngineContext, ExpertRanks, TrainingState
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.weight_files import PartReader
@@ -103,7 +103,7 @@ def run_case(directory: Path, name: str, world: World, groups: Groups) -> dict[s
     shape = ModelShape(tuple((each, tuple(tensor.shape)) for each, tensor in sorted(whole.items())))
     gc.collect()
     with counted_reads() as reads:
-        engine, peak = peak_bytes(lambda: make_engine(context_of(name, model, world, groups)))
+        engine, peak = peak_bytes(lambda: context_of(name, model, world, groups).make_engine())
     parts, usage = parts_on(model, shape, world.rank), engine.memory_usage()
     assert set(engine.weights()) == set(whole) and torch.nn.functional.linear is LINEAR, name
     if model.engine == "deepspeed":

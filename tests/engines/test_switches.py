@@ -32,8 +32,6 @@ from flexrlhf.engines.slots import Slots
 from flexrlhf.engines.vllm.isolation import _same_settings
 from flexrlhf.engines.vllm.sleep import SleepMode
 from flexrlhf.errors import UserError
-from flexrlhf.launch.run_header import run_title
-from flexrlhf.launch.worker import choose_kernels
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.plan.pipeline import make_plan
@@ -42,6 +40,7 @@ from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.strategies.instructions import Reload
 from flexrlhf.trainer.loaded_models import load_model_on_rank
 from flexrlhf.trainer.operator_context import step_sampling
+from flexrlhf.trainer.rank_runs import choose_kernels, run_title
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 Count = Callable[[Switches, pytest.MonkeyPatch], int]

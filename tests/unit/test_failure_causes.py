@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flexrlhf.comm import progress as progress_module
 from flexrlhf.comm.deadlines import DeadlineError, deadline
-from flexrlhf.comm.progress import Beat, RankProgress, beat_key
-from flexrlhf.comm.store import Endpoint, Notice, await_keys, connect_store, serve_store
+from flexrlhf.comm.progress import Beat, RankProgress
+from flexrlhf.comm.store import Endpoint, Notice, await_keys
 from flexrlhf.comm.world import InOrder, World
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.failures import Failure, FailureKind, FailureReporter, root_cause, write_error
@@ -134,9 +134,9 @@ def test_a_stopped_rank_is_named_that_has_come_further(ranks: Ranks, monkeypatch
     beats = iter(range(100))
 
     def beat(_: float) -> None:
-        ranks.store.set(beat_key(2), json.dumps([next(beats), True]))
+        ranks.store.set(Beat.key(2), json.dumps([next(beats), True]))
 
-    ranks.store.set(beat_key(1), json.dumps([3, False]))
+    ranks.store.set(Beat.key(1), json.dumps([3, False]))
     beat(0)
     monkeypatch.setattr(progress_module.time, "sleep", beat)
     expected = "waiting for rank 1 (reward; host host1; at step 2, sync b; does not respond); arrived: rank 2"
@@ -152,9 +152,9 @@ def test_of_ranks_at_the_same_instruction_the_one_without_a_sign_of_life_is_name
 
     def beat(_: float) -> None:
         """As the watch of rank 2 does, whose main thread waits; rank 1 is stopped."""
-        ranks.store.set(beat_key(2), json.dumps([next(beats), True]))
+        ranks.store.set(Beat.key(2), json.dumps([next(beats), True]))
 
-    ranks.store.set(beat_key(1), json.dumps([3, False]))
+    ranks.store.set(Beat.key(1), json.dumps([3, False]))
     beat(0)
     monkeypatch.setattr(progress_module.time, "sleep", beat)
     sentence = ranks.sentence("timeout")
@@ -171,7 +171,7 @@ def test_a_rank_that_runs_is_named_before_one_that_waits_itself(ranks: Ranks, mo
     def beat(_: float) -> None:
         for rank, last in beats.items():
             beats[rank] = Beat(last.number + 1, last.is_waiting)
-            ranks.store.set(beat_key(rank), json.dumps([last.number + 1, last.is_waiting]))
+            ranks.store.set(Beat.key(rank), json.dumps([last.number + 1, last.is_waiting]))
 
     beat(0)
     monkeypatch.setattr(progress_module.time, "sleep", beat)
@@ -201,13 +201,13 @@ def test_a_wait_whose_store_is_gone_says_so() -> None:
 
 
 def test_a_store_listens_on_its_address_alone() -> None:
-    store = serve_store(Endpoint("--rdzv-endpoint", "127.0.0.1", 0), False, 5)
+    store = Endpoint("--rdzv-endpoint", "127.0.0.1", 0).serve(False, 5)
     with socket.create_connection(("127.0.0.1", store.port), timeout=5):
         pass
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", store.port), timeout=5):
         pass
     with pytest.raises(UserError, match=rf"^--rdzv-endpoint localhost:{store.port}: .* \(address already in use\)$"):
-        serve_store(Endpoint("--rdzv-endpoint", "localhost", store.port), True, 5)
+        Endpoint("--rdzv-endpoint", "localhost", store.port).serve(True, 5)
 
 
 def test_a_start_says_who_is_awaited(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +215,7 @@ def test_a_start_says_who_is_awaited(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = Endpoint("--rdzv-endpoint", "127.0.0.1", server.getsockname()[1])
     with pytest.raises(RunStopped, match=r"node 1 waits for node 0: .*connection refused for 0\.5 s"):
-        connect_store(endpoint, 0.5, Notice("node 1 waits for node 0"))
+        endpoint.connect(0.5, Notice("node 1 waits for node 0"))
     assert f"flexrlhf: node 1 waits for node 0: {endpoint}: connection refused (0 s)" in capfd.readouterr().err
     store = dist.HashStore()
     store.set("a", "")

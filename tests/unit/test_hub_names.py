@@ -21,11 +21,11 @@ from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.hub import hub_name
 from flexrlhf.errors import UserError
-from flexrlhf.launch.worker import check_commits
 from flexrlhf.plan.hub_names import in_cache, with_snapshots
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.conversation import find_policies
+from flexrlhf.trainer.rank_runs import check_commits
 
 COMMIT, LATER = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
 OF_HUB = ("models.actor={path: acme/tiny}", "models.ref={path: acme/tiny@v1}", "data.tokenizer=acme/tiny")

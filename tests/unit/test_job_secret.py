@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from small_runs import plan_of
 
-from flexrlhf.comm.store import Endpoint, serve_store
+from flexrlhf.comm.store import Endpoint
 from flexrlhf.config.job_secret import derived_token, job_secret, signed, verified
 from flexrlhf.errors import UserError
 from flexrlhf.launch.agreement import Member, agree
@@ -64,7 +64,7 @@ def test_a_stranger_offers_no_job_and_no_terms(tmp_path: Path, monkeypatch: pyte
     """The job's store has no authentication: a stranger writes there as node 0 does, but without the secret."""
     plan = plan_of(None, 2, f"runs={tmp_path / 'runs'}")
     offer = JOB_OFFER.dump_json(JobOffer((RunOrder(plan.spec),), 2, 0)).decode()
-    store = serve_store(Endpoint("test", "127.0.0.1", 0), False, 10)
+    store = Endpoint("test", "127.0.0.1", 0).serve(False, 10)
     agreement = agreement_store(store)
     stranger = {OFFER: offer, "host": "a", "directories": "[]", "terms": TERMS.json}
     for key, text in stranger.items():

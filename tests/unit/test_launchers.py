@@ -15,7 +15,7 @@ from small_runs import plan_of
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 
 from flexrlhf.cli.run import check_restarts
-from flexrlhf.comm.store import Endpoint, Notice, connect_store, interface_to, serve_store
+from flexrlhf.comm.store import Endpoint, Notice, interface_to
 from flexrlhf.comm.world import cuda_backend, open_world
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch import node_watch, rendezvous
@@ -72,8 +72,8 @@ def test_an_endpoint_with_an_ipv6_address_is_in_brackets() -> None:
     endpoint = endpoint_at("[fd00::2%eth0]:29544")
     assert (endpoint.host, endpoint.port, str(endpoint)) == ("fd00::2%eth0", 29544, "[fd00::2%eth0]:29544")
     assert endpoint_at("host-1.a:29500").host == "host-1.a"
-    store = serve_store(Endpoint("test", "::1", 0), True, 10)
-    connected = connect_store(Endpoint("test", "::1", store.port), 10, Notice("test"))
+    store = Endpoint("test", "::1", 0).serve(True, 10)
+    connected = Endpoint("test", "::1", store.port).connect(10, Notice("test"))
     connected.set("key", "value")
     assert store.get("key") == b"value"
 
@@ -194,7 +194,7 @@ def test_a_restart_waits_for_a_lost_launcher_for_a_shorter_time(monkeypatch: pyt
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     first = NodeRendezvous(Hosts(2, 0, f"127.0.0.1:{port}"), attempt=1)
-    first.store = serve_store(Endpoint("loopback", "127.0.0.1", port), False, 5)
+    first.store = Endpoint("loopback", "127.0.0.1", port).serve(False, 5)
     first.store.set("nodes/1/node/1", "b")
     first.next_rendezvous()
     with pytest.raises(RunStopped, match="missing node 1; arrived: node 0; gave up after 0 s"):
@@ -207,7 +207,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], NodeWat
     monkeypatch.setattr(node_watch, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(node_watch, "GONE_SECONDS", 1.0)
     monkeypatch.setattr(node_watch, "CLOSE_SECONDS", 0.5)
-    server = serve_store(Endpoint("loopback", "127.0.0.1", 0), False, 5)
+    server = Endpoint("loopback", "127.0.0.1", 0).serve(False, 5)
     store = dist.PrefixStore("nodes/0", server)
     made: list[NodeWatch] = []
 
@@ -252,7 +252,7 @@ def test_a_launcher_that_writes_no_more_is_lost(watches: Callable[[int], NodeWat
 
 
 def test_one_node_watches_nothing() -> None:
-    watch = NodeWatch(serve_store(Endpoint("loopback", "127.0.0.1", 0), False, 5), 0, NAMES[:1], 1.0)
+    watch = NodeWatch(Endpoint("loopback", "127.0.0.1", 0).serve(False, 5), 0, NAMES[:1], 1.0)
     assert watch.problem() is None and watch.settle() == []
     watch.close()
 

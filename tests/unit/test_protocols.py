@@ -15,12 +15,12 @@ from test_simulate import Fixed
 from flexrlhf.comm.world import World
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import simulate
-from flexrlhf.launch.worker import check_splits
 from flexrlhf.placement.protocols import _splits
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.fingerprints import input_digests
 from flexrlhf.strategies.instructions import Move, Run
+from flexrlhf.trainer.rank_runs import check_splits
 from flexrlhf.user_code import planning_calls
 
 SPLITS = Path(__file__).parents[1] / "fixtures" / "splits.py"
