@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.launch.rank_factory import RankFactory, starting_factory
+from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.run_directory import RunDirectory
@@ -38,7 +38,7 @@ def main() -> None:
     check_comparable(plans[0], plans[1], options.name)
     for plan in plans:
         print(side_text(plan, plans[0]))
-    with starting_factory(is_copied=True) as factory:
+    with RankFactory.starting(is_copied=True) as factory:
         first, second = (_finished(plan, factory) for plan in plans)
         verdict = verify_side(first, second, False, print, factory)
     print(json.dumps(result(verdict, second)))

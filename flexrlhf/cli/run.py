@@ -20,7 +20,7 @@ from flexrlhf.config.secrets import without_secrets
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
 from flexrlhf.errors import RunStopped, UserError, either
-from flexrlhf.launch.rank_factory import RankFactory, starting_factory
+from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.memory_text import measured_memory
 from flexrlhf.plan.plan import Plan
@@ -120,7 +120,7 @@ def run(
         return
     if idle := hosts.check_srun(launcher, plans[0].cluster, os.environ):
         print_error(idle)
-    with starting_factory(not is_elsewhere, is_copied=True) as factory:
+    with RankFactory.starting(not is_elsewhere, is_copied=True) as factory:
         from flexrlhf.launch.preparation import prepare_job
 
         if preflight:
@@ -156,11 +156,11 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
 
     quiet_torch()
     from flexrlhf.launch.preparation import checked_job
-    from flexrlhf.launch.rendezvous import JOIN_SECONDS, endpoint_at, find_job
+    from flexrlhf.launch.rendezvous import JOIN_SECONDS, find_job
     from flexrlhf.runs.resume import resumed
 
     with _said_to_others(joining):
-        job = find_job(endpoint_at(rdzv_endpoint), JOIN_SECONDS)
+        job = find_job(rdzv_endpoint, JOIN_SECONDS)
         orders = job.offer.orders
         plans = plan_runs([order.spec for order in orders])
         check_memory(plans, force)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from flexrlhf.comm.world import InOrder, Wait, posted
+from flexrlhf.comm.world import InOrder, Queued, Wait, posted
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class RankGroup:
         if self.group is not None:
             self.wait(InOrder(posted(dist.all_reduce(tensor, group=self.group, async_op=True))), self.ranks)
         return tensor
+
+    def await_device(self, device: torch.device, ranks: tuple[int, ...]) -> None:
+        """Wait until ``device`` has done what it was given, with a deadline that names ``ranks``."""
+        self.wait(Queued(device), ranks)
 
     def largest(self, number: int, device: torch.device) -> int:
         """Return the largest of the ranks' numbers."""

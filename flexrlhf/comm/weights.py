@@ -22,12 +22,6 @@ from flexrlhf.weights.transfer_plan import Region
 Weights = Mapping[str, Tensor]
 
 
-def cut(tensor: Tensor, part: Part) -> Tensor:
-    """Return the elements of ``part`` of a whole ``tensor`` as a vector."""
-    box = tensor[tuple(slice(side.start, side.stop) for side in part.box)].reshape(-1)
-    return box if part.flat is None else box[part.flat.start : part.flat.stop]
-
-
 def fill(tensor: Tensor, part: Part, values: Tensor) -> None:
     """Write the vector ``values`` of ``part`` into a whole ``tensor``."""
     box = tensor[tuple(slice(side.start, side.stop) for side in part.box)]

@@ -322,19 +322,16 @@ class Groups:
         return self.handles.get(Group("alone", (rank,), alone=True))
 
 
-def many_queues(rank: int) -> int:
-    """Return the hardware queues of the GPU of ``rank``: messages that wait for other ranks keep one each, and torch's
-    streams share eight.
-    """
-    return 32
+MANY_QUEUES = 32
+"""Hardware queues of a GPU: messages that wait for other ranks keep one each, and torch's streams share eight."""
 
 
 @contextmanager
-def open_world(device: str, timeout_seconds: float, queues: Callable[[int], int] = many_queues) -> Iterator[World]:
+def open_world(device: str, timeout_seconds: float, one_queue: Callable[[int], bool] | None = None) -> Iterator[World]:
     """Join the job that the environment describes.
 
-    device:  cpu or cuda, the same on all ranks.
-    queues:  hardware queues of a rank's GPU, unless the environment sets them.
+    device:     cpu or cuda, the same on all ranks.
+    one_queue:  whether work of a rank's GPU needs one hardware queue; the environment may set the number.
 
     A rank that fails does not destroy its groups: with NCCL it would wait for their messages and for the other ranks,
     and its error would be read by nobody. They end with the process.
@@ -349,8 +346,9 @@ def open_world(device: str, timeout_seconds: float, queues: Callable[[int], int]
     dist.init_process_group("sealed", store=store, rank=rank, world_size=size)
     place, backend = local_device(device), "gloo"
     if device == "cuda":
+        queues = 1 if one_queue is not None and one_queue(rank) else MANY_QUEUES
         # read when the device is first used
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(queues(rank)))
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
         torch.cuda.set_device(place)
         # it builds a plan for each new shape, and packed rows and decoding have a new one nearly every time
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from flexrlhf.comm.deadlines import Waits
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.world import Queued
 from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.errors import UserError
@@ -326,7 +325,7 @@ class EngineContext:
         (``InOrder``, and collectives of libraries): after forward calls, and before the norm in an optimizer step.
         """
         if self.device.type != "cpu" and len(self.placed.ranks) > 1:
-            self.dp.wait(Queued(self.device), self.placed.ranks)
+            self.dp.await_device(self.device, self.placed.ranks)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
+from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, add_moments
 
 LOSS, GRADIENT = "the loss", "the gradient of the loss"
 _COMPUTED = {
@@ -113,6 +113,21 @@ class TrainingPass:
     batch: Batch
     outputs: Outputs
     totals: Totals
+
+    @classmethod
+    def losses_of(cls, passes: Iterable[TrainingPass], parts: Sequence[tuple[Batch, Loss]], dp: RankGroup) -> Moments:
+        """Return the statistics of the losses of ``parts``, and their sum, as ``Engine.losses``."""
+        device = parts[0][0].rows.device
+        names = dict.fromkeys(name for _, loss in parts for name in loss.statistics)
+        statistics: Moments = {name: torch.zeros(3, dtype=torch.float64, device=device) for name in names}
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for each in passes:
+            value, part = parts[each.part][1].function(each.outputs, each.batch, each.totals)
+            add_moments(statistics, part)
+            total = total + value
+        return statistics | {
+            "total_loss": torch.stack([torch.full_like(total, float(dp.is_first)), total, total * total])
+        }
 
 
 def forbid_update(value: Tensor, outputs: Iterable[Tensor]) -> None:

@@ -21,7 +21,7 @@ from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.models import recomputing, starting_weights
 from flexrlhf.engines.non_finite import NonFinite, TrainingPass
 from flexrlhf.engines.pass_settings import PassSettings
-from flexrlhf.engines.readout import Computed, PassRequest, Readout, losses_of
+from flexrlhf.engines.readout import Computed, PassRequest, Readout
 from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.router_losses import RouterTotals
 from flexrlhf.engines.router_replay import MISMATCH, Routers, make_routers
@@ -183,7 +183,7 @@ class Passes:
         """Compute the losses, each of its own mini-batch, as ``Engine.losses``."""
         if self.routers is not None:
             self.routers.clear()
-        statistics = losses_of(self._training_passes(parts), parts, self.dp)
+        statistics = TrainingPass.losses_of(self._training_passes(parts), parts, self.dp)
         if self.routers is not None and self.routers.losses is not None:
             found = self.routers.losses.statistics(self._over_all_rows, self.dp.is_first, self.model.device)
             statistics |= found

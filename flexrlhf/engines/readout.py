@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import Head
-from flexrlhf.engines.base import Batch, EngineContext, EntropyUse, Loss, Moments, Totals, add_moments
+from flexrlhf.engines.base import EngineContext, EntropyUse, Loss, Moments, Totals
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.micro_batch import MicroBatch
-from flexrlhf.engines.non_finite import TrainingPass, forbid_update
+from flexrlhf.engines.non_finite import forbid_update
 from flexrlhf.engines.scalar_head import ScoreRule, score_rule
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 
@@ -171,19 +170,6 @@ class Readout:
             return self.score_rule.scores(outputs[piece.places], piece.text_tokens, piece.text_mask)
         values = _widen(outputs[piece.state_places] * piece.state_mask, self.lengths.response + 1)
         return values if quantity == "values" else values[:, 1:]
-
-
-def losses_of(passes: Iterable[TrainingPass], parts: Sequence[tuple[Batch, Loss]], dp: RankGroup) -> Moments:
-    """Return the statistics of the losses of ``parts``, and their sum, as ``Engine.losses``."""
-    device = parts[0][0].rows.device
-    names = dict.fromkeys(name for _, loss in parts for name in loss.statistics)
-    statistics: Moments = {name: torch.zeros(3, dtype=torch.float64, device=device) for name in names}
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for each in passes:
-        value, part = parts[each.part][1].function(each.outputs, each.batch, each.totals)
-        add_moments(statistics, part)
-        total = total + value
-    return statistics | {"total_loss": torch.stack([torch.full_like(total, float(dp.is_first)), total, total * total])}
 
 
 def _quantity_of(column: Column) -> Quantity:

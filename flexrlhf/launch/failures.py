@@ -20,7 +20,6 @@ from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.flight_log import Flight, FlightLogs
-from flexrlhf.trainer.flight_record import model_names
 
 FailureKind = Literal["killed", "user", "error", "node", "waited", "closed", "ended"]
 _ORDER: tuple[FailureKind, ...] = ("killed", "user", "error", "node", "waited", "closed", "ended")
@@ -126,7 +125,9 @@ class FailureReporter:
         text = sentence = str(data.get("text", ""))
         # a failed wait names its rank by itself
         if not text.startswith(f"rank {rank} ("):
-            models = (flight.header.get("models") if flight else None) or model_names(self._plan, rank) or "no model"
+            models = (
+                (flight.header.get("models") if flight else None) or self._plan.placement.names_on(rank) or "no model"
+            )
             at = f" at {flight.place}" if flight and flight.place else ""
             how = f"{_exit(failure)}{': ' if text else ''}{text}"
             sentence = f"rank {rank} ({models}; host {socket.gethostname()}) ended the run{at}, {how}"

@@ -203,16 +203,16 @@ class RankFactory:
         self.close()
         raise RunStopped(f"the process that loads the libraries of this machine's ranks {reason}")
 
-
-@contextmanager
-def starting_factory(is_needed: bool = True, is_copied: bool = False) -> Iterator[RankFactory | None]:
-    """Start a factory; none under torchrun, which starts ranks. ``is_copied``: as of ``RankFactory``."""
-    if not is_needed or Hosts.under_torchrun():
-        yield None
-        return
-    quiet_torch()
-    with RankFactory(is_copied) as factory:
-        yield factory
+    @classmethod
+    @contextmanager
+    def starting(cls, is_needed: bool = True, is_copied: bool = False) -> Iterator[RankFactory | None]:
+        """Start a factory; none under torchrun, which starts ranks. ``is_copied``: as of ``__init__``."""
+        if not is_needed or Hosts.under_torchrun():
+            yield None
+            return
+        quiet_torch()
+        with cls(is_copied) as factory:
+            yield factory
 
 
 @cache

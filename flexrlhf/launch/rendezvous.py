@@ -210,11 +210,12 @@ class OpenJob:
         raise UserError(f"join: all {self.offer.nnodes} nodes of this job are taken; start it with more --nnodes")
 
 
-def find_job(endpoint: Endpoint, seconds: float) -> OpenJob:
+def find_job(address: str, seconds: float) -> OpenJob:
     """Return the job whose store is served at ``endpoint``, once it is.
 
     Raises RunStopped if none comes in time, UserError if it has another secret.
     """
+    endpoint = endpoint_at(address)
     notice = Notice(f"this machine waits for a job at {endpoint}")
     store = agreement_store(endpoint.connect(seconds, notice))
     try:

@@ -14,10 +14,10 @@ def main(orders: str, outcome: str) -> int:
     from flexrlhf.user_code.processes import is_killed_with_parent
 
     is_killed_with_parent()
-    from flexrlhf.launch.rank_factory import starting_factory
+    from flexrlhf.launch.rank_factory import RankFactory
 
     try:
-        with starting_factory(is_copied=True) as factory:
+        with RankFactory.starting(is_copied=True) as factory:
             from flexrlhf.launch.preparation import checked_job
             from flexrlhf.placement.hosts import Hosts
             from flexrlhf.plan.pipeline import make_plan

@@ -75,7 +75,7 @@ class Terms:
 
     @property
     def json(self) -> str:
-        """These terms as JSON, for another machine."""
+        """Text of these terms in JSON, for another machine."""
         return _JSON.dump_json(self).decode()
 
     def compare(self, subject: str, other: Terms, sides: Sides) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from types import TracebackType
 import torch
 
 from flexrlhf.comm.mailbox import Mailbox
-from flexrlhf.comm.world import World, many_queues, open_world
+from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.job_secret import signed, verified
 from flexrlhf.display.events import EventFile, Send, discard
 from flexrlhf.display.plain_lines import print_plainly
@@ -68,7 +68,7 @@ def work(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with (
         naming_exhaustion("outside the steps"),
-        open_world(first.cluster.device, first.timeout_seconds, partial(device_queues, orders)) as world,
+        open_world(first.cluster.device, first.timeout_seconds, partial(needs_one_queue, orders)) as world,
         RankWatch(world, timeout_seconds, stop_file) as watch,
         ExitStack() as stack,
     ):
@@ -98,11 +98,10 @@ def work(
     return True
 
 
-def device_queues(orders: Sequence[RunOrder], rank: int) -> int:
-    """Return the hardware queues of the GPU of ``rank``, which are the same in all runs of a process."""
+def needs_one_queue(orders: Sequence[RunOrder], rank: int) -> bool:
+    """Return whether the GPU of ``rank`` needs one hardware queue, which all runs of a process then have."""
     models = (model for plan in make_plans([each.spec for each in orders]) for model in plan.placement.on_rank(rank))
-    needs_one = any(model.facts.one_queue and model.layout.tp > 1 for model in models)
-    return 1 if needs_one else many_queues(rank)
+    return any(model.facts.one_queue and model.layout.tp > 1 for model in models)
 
 
 def _orders_of_first(orders: Sequence[RunOrder], world: World, seconds: float) -> Sequence[RunOrder]:

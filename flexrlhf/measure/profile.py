@@ -22,7 +22,7 @@ from flexrlhf.guideline.costs.measurements import (
     write_measurements,
 )
 from flexrlhf.launch.devices import choose_device
-from flexrlhf.launch.rank_factory import RankFactory, starting_factory
+from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.start import run_on_ranks
 from flexrlhf.measure.environment_calls import measure_environments
 from flexrlhf.measure.profiled_models import length_sample, profiled_models, profiling_spec
@@ -56,7 +56,7 @@ def profile(
     """
     check_output(path, "-o", "profile.json", are_measurements, inputs, makes_directories=True)
     # its processes load their libraries while models are checked
-    with starting_factory(is_copied=True) as factory:
+    with RankFactory.starting(is_copied=True) as factory:
         measurements = _measured(plans, command_plans, seconds, factory)
     environments = measure_environments(plans, SHARE_OF_ENVIRONMENTS * seconds)
     measurements = measurements.model_copy(update={"network_gb_s": network_gb_s, "environments": environments})

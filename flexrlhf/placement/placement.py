@@ -64,6 +64,10 @@ class Placement:
         """Return the placed models that have ``rank``."""
         return tuple(model for model in self.models if rank in model.layout.places)
 
+    def names_on(self, rank: int) -> str:
+        """Return the names of the placed models of a rank, with commas."""
+        return ", ".join(model.name for model in self.on_rank(rank))
+
     @property
     def idle_ranks(self) -> tuple[int, ...]:
         """Ranks without a placed model."""

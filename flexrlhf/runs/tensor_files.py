@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flexrlhf.comm.weights import cut, fill
+from flexrlhf.comm.weights import fill
 from flexrlhf.errors import UserError
 from flexrlhf.runs.durable_files import FileEntry, sync_to_disk, write_durably
 from flexrlhf.weights.saving import covers, dump_part, load_part, may_overlap
@@ -171,3 +171,9 @@ def _opened(path: Path) -> safe_open:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise UserError(f"checkpoint file {path}: cannot be read ({str(error).splitlines()[0]})") from None
+
+
+def cut(tensor: Tensor, part: Part) -> Tensor:
+    """Return the elements of ``part`` of a whole ``tensor`` as a vector."""
+    box = tensor[tuple(slice(side.start, side.stop) for side in part.box)].reshape(-1)
+    return box if part.flat is None else box[part.flat.start : part.flat.stop]

@@ -80,7 +80,7 @@ class FlightRecord(Observer):
     def __init__(self, plan: Plan, world: World, directory: RunDirectory) -> None:
         """Continue the log in ``directory``."""
         name, rank = plan.spec.name, world.rank
-        models = {each: model_names(plan, each) for each in range(world.size)}
+        models = {each: plan.placement.names_on(each) for each in range(world.size)}
         self.progress = RankProgress(world, name, models, plan.spec.timeout_seconds)
         # a CPU's work is done when a call returns, so the clock of the host serves
         clock = None if world.device.type == "cpu" else DeviceClock(world.device)
@@ -134,11 +134,6 @@ class FlightRecord(Observer):
             "stack": main_stack() if stack is None else stack,
         }
         self.directory.flights.write_record(self._header["rank"], record)
-
-
-def model_names(plan: Plan, rank: int) -> str:
-    """Return the names of the placed models of a rank, with commas."""
-    return ", ".join(model.name for model in plan.placement.on_rank(rank))
 
 
 def main_stack() -> list[str]:

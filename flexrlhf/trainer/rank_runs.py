@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -95,7 +96,7 @@ class RankRuns:
             opened.close()
         send(RunEnds(name, next_step))
         if files.keeps:
-            state = "finished" if next_step == plan.spec.steps else "stopped"
+            state: Literal["finished", "stopped"] = "finished" if next_step == plan.spec.steps else "stopped"
             with directory.writing():
                 directory.write_status(state, next_step, plan.spec.steps, start_seconds)
         return next_step

@@ -203,7 +203,7 @@ class Recorder(Observer):
         """Wait for the statistics of ``run``, executed at ``position``, and return them. Rank 0 calls this before the
         metrics of ``step`` are written."""
         key = _key(step, self.steps.index(position))
-        report: Report = self.mailbox.receive(key, _publisher(run), f"the statistics of {run.label}")
+        report: OperatorReport = self.mailbox.receive(key, _publisher(run), f"the statistics of {run.label}")
         statistics: dict[str, Triple] = report["statistics"]
         return statistics
 

@@ -17,7 +17,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.user_paths import check_output_directory
 from flexrlhf.data.quickstart import config_paths, prepare_corpus, random_weights
 from flexrlhf.errors import UserError
-from flexrlhf.launch.rank_factory import starting_factory
+from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.user_code.process_directories import process_directory
 
@@ -136,7 +136,7 @@ def _plans(first: Spec, sides: Sequence[Side], directory: Path, steps: int, forc
 
 def _verify(plans: Sequence[Plan], sides: Sequence[Side]) -> bool:
     """Run and compare all sides; return whether all have the results of the first."""
-    with starting_factory(is_copied=True) as factory:
+    with RankFactory.starting(is_copied=True) as factory:
         from flexrlhf.verify.sides import side_text
         from flexrlhf.verify.verify import run_side, verify_side
 

@@ -142,7 +142,7 @@ def test_a_machine_that_waits_reads_why_node_0_has_ended() -> None:
     with create_server(("127.0.0.1", 0)) as probe:
         endpoint = Endpoint("test", *probe.getsockname())
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(find_job, endpoint, 20.0)
+        waiting = pool.submit(find_job, str(endpoint), 20.0)
         refuse(Hosts(2, 0, str(endpoint)), "placement: no vector")
         with pytest.raises(RunStopped, match="^the first machine .* has ended before it began: placement: no vector$"):
             waiting.result(20)

@@ -24,7 +24,7 @@ from flexrlhf.launch.devices import choose_device, why_no_gpu
 from flexrlhf.launch.failures import Failure
 from flexrlhf.launch.node_watch import NodeWatch
 from flexrlhf.launch.rendezvous import NodeRendezvous, endpoint_at
-from flexrlhf.launch.worker import device_queues
+from flexrlhf.launch.worker import needs_one_queue
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.runs.resume import RunOrder
 
@@ -158,7 +158,7 @@ def test_ranks_with_tensor_parallel_megatron_have_one_hardware_queue() -> None:
     left, right = {"ranks": [0, 1]}, {"ranks": [2, 3]}
     placement = {"actor": left, "critic": left, "ref": right, "reward": right, "actor.rollout": right}
     orders = [RunOrder(plan_of(placement, 4, *megatron).spec)]
-    assert [device_queues(orders, rank) for rank in range(4)] == [1, 1, 32, 32]
+    assert [needs_one_queue(orders, rank) for rank in range(4)] == [True, True, False, False]
 
 
 def test_variables_of_a_rank_that_torchrun_did_not_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

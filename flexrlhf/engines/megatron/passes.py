@@ -26,7 +26,7 @@ from flexrlhf.engines.context_parallel import own_part
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.non_finite import NonFinite, TrainingPass
 from flexrlhf.engines.pass_settings import PassSettings
-from flexrlhf.engines.readout import Computed, PassRequest, Readout, losses_of
+from flexrlhf.engines.readout import Computed, PassRequest, Readout
 from flexrlhf.operators.columns import Column, Lengths
 
 
@@ -114,7 +114,7 @@ class StagePasses:
     @torch.no_grad()
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
         """Compute the losses, each of its own mini-batch, as ``Engine.losses``."""
-        return losses_of(self._training_passes(parts), parts, self.dp)
+        return TrainingPass.losses_of(self._training_passes(parts), parts, self.dp)
 
     def _training_passes(self, parts: Sequence[tuple[Batch, Loss]]) -> Iterator[TrainingPass]:
         for part, (batch, loss) in enumerate(parts):

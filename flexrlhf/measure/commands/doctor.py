@@ -11,7 +11,7 @@ from flexrlhf.cli.options import Nnodes, NodeRank, RdzvEndpoint, RunOptions, wit
 from flexrlhf.cli.planning import plan_runs
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import RunStopped
-from flexrlhf.launch.rank_factory import RankFactory, starting_factory
+from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 
@@ -39,7 +39,7 @@ def doctor(
     hosts.check_cluster(plans[0].cluster)
     if not runs.paths:
         prepare_corpus()
-    with starting_factory(is_copied=True) as factory:
+    with RankFactory.starting(is_copied=True) as factory:
         run_preflight(plans, hosts, None, timeout, timeout, factory)
 
 
