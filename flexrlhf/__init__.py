@@ -10,21 +10,22 @@ if TYPE_CHECKING:
     from typing import Any
 
     from flexrlhf.config.spec_file import load_spec
-    from flexrlhf.guideline.advice.advise import advise
-    from flexrlhf.guideline.simulation.simulate import simulate
     from flexrlhf.launch.execution_engine import ExecutionEngine
     from flexrlhf.launch.session import Session
     from flexrlhf.plan.pipeline import make_plan
+
+    advise: Any
+    simulate: Any
 
 __all__ = ["ExecutionEngine", "Session", "advise", "load_spec", "make_plan", "simulate"]
 _MODULES = {
     "ExecutionEngine": "flexrlhf.launch.execution_engine",
     "Session": "flexrlhf.launch.session",
-    "advise": "flexrlhf.guideline.advice.advise",
     "load_spec": "flexrlhf.config.spec_file",
     "make_plan": "flexrlhf.plan.pipeline",
-    "simulate": "flexrlhf.guideline.simulation.simulate",
 }
+_PARTS = ("advise", "simulate")
+"""Names of parts that are found by name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("flexrlhf")
+    if name in _PARTS:
+        from flexrlhf.config.plugins import load_plugin
+
+        return load_plugin("functions", name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flexrlhf.cli.errors import one_sentence_usage, print_error, with_exit_codes
-from flexrlhf.config.plugins import SHIPPED, load_plugin, plugins
+from flexrlhf.config.plugins import SHIPPED, load_plugin, plugins, plugins_of_others
 from flexrlhf.errors import UserError
 
 HEADINGS: Mapping[str, tuple[str, ...]] = {
@@ -137,6 +137,13 @@ class _CommandGroup(TyperGroup):
                 with formatter.section(title):
                     limit = formatter.width - width - 4
                     formatter.write_dl([(f"{name:<{width}}", self._line(name, limit)) for name in names])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the plug-ins of other packages."""
+        others = [each for each in plugins_of_others() if each.group != "commands"]
+        if others:
+            with formatter.section("Plug-ins of other packages"):
+                formatter.write_dl([(each.title, f"{each.package} {each.version}") for each in others])
 
     def _line(self, name: str, limit: int) -> str:
         try:

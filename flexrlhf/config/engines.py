@@ -194,8 +194,8 @@ def facts_of(engine: str) -> EngineFacts:
 
 
 def is_engine(name: str) -> bool:
-    """Return whether there is an engine of that name."""
-    return find_plugin("engines", name) is not None
+    """Return whether there is an engine of that name, rather than a word of ``rollout.engine``."""
+    return name not in ("auto", "transformers") and find_plugin("engines", name) is not None
 
 
 @cache

@@ -90,6 +90,11 @@ SHIPPED: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "preflight": "flexrlhf.measure.commands.doctor:run_preflight",
             "replan": "flexrlhf.guideline.advice.replanning:Replanner",
         },
+        # names of this package for Python
+        "functions": {
+            "advise": "flexrlhf.guideline.advice.advise:advise",
+            "simulate": "flexrlhf.guideline.simulation.simulate:simulate",
+        },
         # the settings of a YAML without a placement, and of placement: auto
         "chooser": {"search": "flexrlhf.guideline.advice.auto:choose"},
     }

@@ -16,8 +16,8 @@ from pydantic_core import ErrorDetails
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.model_settings import PASS_SETTINGS, ModelSpec, ModelsSpec, OptimizerSpec
-from flexrlhf.config.output_settings import LOGGERS
 from flexrlhf.config.placement_settings import PlacementMap
+from flexrlhf.config.plugins import plugins
 from flexrlhf.config.presets.filling import trained_roles
 from flexrlhf.config.ratio_vector import RATIO_FORM
 from flexrlhf.config.reward_sources import KINDS
@@ -256,7 +256,8 @@ def _written_models(models: ModelsSpec) -> dict[str, Any]:
 
 def _named(where: str) -> tuple[str, Sequence[str]]:
     """Return the kind of a mapping with a ``name``, and the names that there are."""
-    return ("logger", LOGGERS) if where.startswith("loggers") else ("algorithm", ALGORITHMS)
+    group = "loggers" if where.startswith("loggers") else "algorithms"
+    return group.removesuffix("s"), tuple(plugins(group))
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 
 from flexrlhf.config.code_checks import imported_files, python_file
 from flexrlhf.config.engines import PEFT, all_engines
+from flexrlhf.config.plugins import find_plugin, plugin_versions, plugins
 from flexrlhf.config.reward_sources import FunctionSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.reasoning_tasks import is_task
@@ -76,9 +77,9 @@ def file_digest(path: Path) -> str:
 def fixed_inputs(plan: Plan) -> dict[str, str]:
     """Return the digest of each file that a resumed run reads as its first part did, by its setting and name.
 
-    Rows of the data are not among them: a checkpoint has a digest of the examples.
+    Versions of plug-ins are among them; rows of the data are not: a checkpoint has a digest of the examples.
     """
-    return {
+    return used_plugins(plan) | {
         f"{setting} {file.name}": file_digest(file)
         for setting, path in (*_models(plan), *_code(plan))
         for file in _files(Path(realpath(path)))
@@ -172,7 +173,29 @@ def needed_versions(plans: Sequence[Plan]) -> dict[str, str]:
         each.name for each in needed_libraries(needed_extras(plans), declared_requirements() or [])
     }
     names |= {build for name, build in cpu_builds().items() if name in names}
-    return {name: found for name, found in library_versions().items() if name in names}
+    found = {name: found for name, found in library_versions().items() if name in names}
+    return found | {name: text for plan in plans for name, text in used_plugins(plan).items()}
+
+
+def used_plugins(plan: Plan) -> dict[str, str]:
+    """Return package and version of the plug-ins of other packages that a run uses, by group and name."""
+    spec, references = plan.spec, set()
+    for source in (*(spec.reward or ()), *(spec.cost or ())):
+        references |= {("rewards", source.function)} if isinstance(source, FunctionSource) else set()
+    if spec.environment is not None and spec.environment.path is not None:
+        references.add(("environments", spec.environment.path))
+    named = [
+        find_plugin("algorithms", spec.algorithm.name),
+        *(find_plugin("engines", model.engine) for model in plan.placement.models),
+        *(find_plugin("loggers", each.name) for each in spec.loggers),
+        *(each for group in ("rewards", "environments") for each in plugins(group).values()),
+    ]
+    return plugin_versions(
+        each
+        for each in named
+        if each is not None
+        if each.group not in ("rewards", "environments") or (each.group, each.reference) in references
+    )
 
 
 def declared_requirements() -> list[str] | None:

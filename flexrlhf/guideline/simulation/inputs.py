@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flexrlhf.config.engines import facts_of, is_engine
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.user_paths import instead_of, is_json
@@ -106,7 +107,7 @@ class CostSource:
 def engine_family(plan: Plan) -> EngineFamily:
     """Return the family whose published rows the range of ``plan`` is derived from."""
     trained = [model for model in plan.placement.models if model.trained]
-    engines = {model.engine for model in trained}
+    engines = {model.facts.priced_as for model in trained}
     if any(model.settings.lora is not None for model in trained):
         return "adapters"
     if engines == {"deepspeed"}:
@@ -118,8 +119,9 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
     """Return the costs of the given profile; else by figures of the device classes; else of this machine's profile;
     else, of ranks on CPUs, of an ordinary CPU.
 
-    Raises UserError where there is none of them.
+    Raises UserError where there is none of them, and for an engine without a price.
     """
+    check_prices(spec)
     cluster, default = Cluster.of(spec.cluster), Path(spec.runs) / PROFILE
     if profile is None:
         try:
@@ -138,6 +140,14 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
             f"--profile {profile}: no such file{instead_of(profile, is_json)}; `flexrlhf profile` writes one"
         )
     return _by_measurements(profile, len(cluster.devices), f"measurements in {profile}")
+
+
+def check_prices(spec: Spec) -> None:
+    """Raise UserError for an engine whose times are not known."""
+    written = {f"models.{role}.engine": model.engine for role, model in spec.models if model is not None}
+    for key, name in {**written, "rollout.engine": spec.rollout.engine}.items():
+        if is_engine(name) and not facts_of(name).priced_as:
+            raise UserError(f"{key}: {name} has no price (priced_as of its facts), so that nothing is predicted")
 
 
 def _by_measurements(profile: Path, ranks: int, name: str) -> CostSource:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import typer
 
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.simulation.inputs import costs_for
+from flexrlhf.guideline.simulation.inputs import check_prices, costs_for
 from flexrlhf.guideline.simulation.lengths import read_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import format_prediction
@@ -22,6 +22,10 @@ def print_predictions(plans: Sequence[Plan], price: str | None) -> None:
     """
     prices = read_prices(price, (name for plan in plans for name in plan.cluster.classes))
     for plan in plans:
+        try:
+            check_prices(plan.spec)
+        except UserError as error:
+            typer.echo(f"{plan.spec.name}: {error}\n")
         try:
             source = costs_for(plan.spec, None)
             simulation = simulate(plan, source.costs, read_lengths(None, plan))

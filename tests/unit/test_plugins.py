@@ -1,0 +1,181 @@
+"""Plug-ins: the table of this package, parts of other packages, and ones that cannot be used."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import pytest
+import yaml
+from guests import install_guest
+from small_runs import PPO, TINY
+from typer.testing import CliRunner
+
+from flexrlhf.cli import app
+from flexrlhf.config import engines, plugins
+from flexrlhf.config.algorithms import AnyAlgorithm
+from flexrlhf.config.plugins import SHIPPED, find_plugin, load_plugin
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.errors import RankFailure, UserError
+from flexrlhf.launch.job import Job
+from flexrlhf.placement.hosts import Hosts
+from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.runs.fingerprints import fixed_inputs, needed_versions
+
+Install = Callable[..., None]
+RUN: dict[str, Any] = {
+    **deepcopy(PPO),
+    "algorithm": {"name": "guest", "prompts_per_step": 8, "guests": 2},
+    "models": {"actor": {"init": dict(TINY), "engine": "guest"}},
+    "reward": {"function": "guest"},
+    "loggers": [{"name": "guest", "file": "a.txt"}],
+}
+
+
+def clear() -> None:
+    for cached in (plugins._of_others, plugins.load_plugin, engines.facts_of, engines.all_engines):
+        cached.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "guest"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    def into_site(broken: str = "") -> None:
+        monkeypatch.syspath_prepend(install_guest(tmp_path / "site", broken))
+        clear()
+
+    yield into_site
+    monkeypatch.undo()
+    clear()
+
+
+def test_the_table_is_that_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    written = {f"flexrlhf.{group}": dict(entries) for group, entries in SHIPPED.items() if entries}
+    assert project["entry-points"] == written
+
+
+@pytest.mark.parametrize("group", SHIPPED)
+def test_every_part_of_this_package_loads(group: str) -> None:
+    for name in SHIPPED[group]:
+        load_plugin(group, name)
+
+
+def test_the_table_has_every_algorithm() -> None:
+    assert [load_plugin("algorithms", name) for name in SHIPPED["algorithms"]] == list(get_args(AnyAlgorithm))
+
+
+def test_a_run_of_a_guests_parts_is_planned_and_written(install: Install) -> None:
+    install()
+    spec = parse_spec(RUN)
+    assert spec.algorithm.samples_per_prompt == 2 and spec.reward[0].function == "guest.parts:length"
+    again = read_yaml(dump_spec(spec))
+    assert parse_spec(again) == spec
+    assert again["algorithm"]["guests"] == 2 and again["loggers"] == [{"name": "guest", "file": "a.txt"}]
+    plan = make_plan(spec)
+    assert plan.placement["actor"].facts.constructor == "guest.engine:GuestEngine"
+    used = {f"{each} guest": "guest 1.2" for each in ("algorithm", "engine", "logger", "reward")}
+    assert {name: text for name, text in fixed_inputs(plan).items() if name in used} == used
+    assert used.items() <= needed_versions([plan]).items()
+
+
+def test_an_environment_has_a_guests_name(install: Install) -> None:
+    install()
+    raw = {**RUN, "environment": {"path": "guest"}}
+    del raw["reward"]
+    assert parse_spec(raw).environment.path == "guest.parts:Echo"
+
+
+def test_the_help_names_guests(install: Install) -> None:
+    install()
+    text = CliRunner().invoke(app, ["--help"]).stdout
+    assert "Of other packages:" in text and "Greet somebody." in text
+    assert "engine guest" in text and "launcher guest" in text and "guest 1.2" in text
+    assert CliRunner().invoke(app, ["guest", "--name", "you"]).stdout == "hello you\n"
+    assert "known: tensorboard, wandb, mlflow, guest" in _sentence({**RUN, "loggers": [{"name": "guests"}]})
+
+
+def test_an_engine_without_a_price_is_planned_and_not_predicted(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(yaml.safe_dump({**RUN, "placement": [1, 1], "cluster": {"devices": 1, "device": "cpu"}}))
+    result = CliRunner().invoke(app, ["plan", "a.yaml"])
+    assert "test: models.actor.engine: guest has no price" in result.stdout, result.stderr
+    result = CliRunner().invoke(app, ["simulate", "a.yaml"])
+    assert result.exit_code == 2 and "has no price" in result.stderr
+
+
+def _sentence(raw: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as found:
+        make_plan(parse_spec(raw))
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "broken", "settings"),
+    [
+        ("engine", "facts", {"models": {**PPO["models"], "actor": {"init": dict(TINY), "engine": "guest"}}}),
+        ("algorithm", "parts", {"algorithm": {"name": "guest"}}),
+        ("logger", "parts", {"loggers": [{"name": "guest"}]}),
+    ],
+    ids=["engine", "algorithm", "logger"],
+)
+def test_a_broken_guest_is_a_sentence(what: str, broken: str, settings: dict[str, Any], install: Install) -> None:
+    install(broken)
+    sentence = _sentence({**deepcopy(PPO), **settings})
+    assert f"{what} guest: the package guest 1.2 cannot be used, since it raised SystemExit: out of order" in sentence
+    # other runs are planned
+    make_plan(parse_spec(PPO))
+
+
+def test_a_broken_command_or_launcher_is_a_sentence(install: Install) -> None:
+    install("parts")
+    result = CliRunner().invoke(app, ["guest"])
+    assert result.exit_code == 2 and "command guest: the package guest 1.2 cannot be used" in result.stderr
+    assert "command guest: the package guest 1.2" in " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
+    with pytest.raises(UserError, match="launcher guest: the package guest 1.2 cannot be used"):
+        load_plugin("launchers", "guest")
+
+
+class FullLauncher:
+    """Launcher whose library finds no devices."""
+
+    failures = (TimeoutError,)
+
+    def device(self, plan: Any, hosts: Hosts) -> str:
+        return "cpu"
+
+    def __call__(self, job: Job, max_restarts: int, factory: object) -> bool:
+        raise TimeoutError("no room\nat all")
+
+
+def test_a_launchers_failure_is_a_sentence() -> None:
+    job = Job(runs=(cast(Any, None),), hosts=Hosts(), device="cpu", launcher=FullLauncher())
+    with pytest.raises(RankFailure, match="^FullLauncher has failed: no room at all$"):
+        job.start()
+
+
+def test_two_packages_may_not_have_one_name(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    entries = tmp_path / "site" / "guest-1.2.dist-info" / "entry_points.txt"
+    entries.write_text("[flexrlhf.engines]\ntorch = guest.facts:GUEST\nguest = guest.facts:GUEST\n")
+    with pytest.raises(UserError, match="engine torch: of flexrlhf and of guest; uninstall one of them"):
+        find_plugin("engines", "guest")
+    assert isinstance(parse_spec(PPO), Spec)
+
+
+def test_an_unknown_launcher_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["run", "--launcher", "rya"])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "flexrlhf: --launcher 'rya': unknown (did you mean 'ray'?); known: auto, local, torchrun, slurm, ray\n"
+    )
