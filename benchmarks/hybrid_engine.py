@@ -120,7 +120,9 @@ def _with_planned(measured: float, planned: float, unit: float = MB) -> str:
 def _planned(plan: Plan, kind: type[Move] | type[Sync]) -> float:
     """Bytes that the plan has for the moves or syncs of a step."""
     found = [each for each in plan.schedule.instructions if isinstance(each, kind)]
-    sizes = [plan.move_bytes(each) if isinstance(each, Move) else plan.sync_bytes(each) for each in found]
+    sizes = [
+        plan.traffic.move_bytes(each) if isinstance(each, Move) else plan.traffic.sync_bytes(each) for each in found
+    ]
     return sum(size or 0 for size in sizes)
 
 

@@ -22,7 +22,6 @@ import torch
 
 from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.engines.base import Batch
-from flexrlhf.plan.largest_batch import longest_text
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -118,7 +117,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     print("| settings | longest text, tokens | planned MB | metered MB | planned / metered |\n|---|---|---|---|---|")
     for number, (name, settings) in enumerate(ROWS.items()):
-        found = longest_text(plan_of(directory, number, settings, options.memory_gb, 1))
+        found = plan_of(directory, number, settings, options.memory_gb, 1).limits.longest_text()
         assert found is not None, "the budget is known"
         plan = plan_of(directory, number, settings, options.memory_gb, found.response)
         planned = max(phase.total for memory in plan.memories for phase in memory.phases if phase.trains)

@@ -32,7 +32,6 @@ from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.guideline.costs.measured import load_costs
 from flexrlhf.guideline.simulation.compare import WARM_UP_STEPS, step_seconds
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.plan.node_traffic import sent_bytes
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.timeline import Span, Trace
 
@@ -197,7 +196,7 @@ def measure(link: Link, config: Path, profile: Path, steps: int, mbit_s: float, 
         link.limit(NO_LIMIT)
         spans, _ = run(link, free, steps)
         without = step_seconds(spans, range(WARM_UP_STEPS, 1 + steps)), _simulated(free, profile).seconds
-    sent_by = sent_bytes(simulation.plan)
+    sent_by = simulation.plan.traffic.sent
     planned = [(sent_by[node].rows + sent_by[node].weights + sent_by[node].gradients) / 1e6 for node in (0, 1)]
     on_link = 8 * max(sent) / mbit_s
     return Result(ROWS / seconds, seconds, simulation.seconds, sent, (planned[0], planned[1]), on_link, without)

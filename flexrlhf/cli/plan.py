@@ -29,8 +29,6 @@ from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import format_inspection, passes_line
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.plan.run_data import check_inspection, data_sources, inspect_source, tokenizer_run
-from flexrlhf.plan.run_tokenizer import load_run_tokenizer
 
 Html = Annotated[
     Path | None,
@@ -118,17 +116,17 @@ def _report_data(plan: Plan, earlier: Sequence[Plan]) -> list[str]:
     """Print the reports about the files of a run. Returns a sentence for each with which ``run`` would stop."""
     from flexrlhf.plan.input_checks import solution_lines
 
-    owner, problems = tokenizer_run(plan, earlier) or plan, []
+    owner, problems = plan.data.tokenizer_run(earlier) or plan, []
     try:
-        tokenizer = load_run_tokenizer(owner)
+        tokenizer = owner.tokenizer.load()
     except UserError as error:
         return [f"{plan.spec.name}: {error}"]
-    for source in data_sources(plan):
+    for source in plan.data.sources:
         try:
             with working(f"reading {source.path}"):
-                found = inspect_source(plan, source, tokenizer)
+                found = plan.data.inspect(source, tokenizer)
             typer.echo(f"{plan.spec.name}: {format_inspection(source, found, tokenizer.decode)}\n")
-            check_inspection(source, found)
+            source.check(found)
             for line in solution_lines(plan, source):
                 typer.echo(f"{plan.spec.name}: {line}\n")
             if source.is_training:

@@ -15,7 +15,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.plan.choice import planned
 from flexrlhf.plan.data_report import absent_line, data_line, data_warnings, unread_line
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import DataSource, data_sources, present_inspections
+from flexrlhf.plan.run_data import DataSource
 from flexrlhf.plan.suggestions import check_fits
 
 
@@ -48,14 +48,14 @@ def inspect_data(plans: Sequence[Plan]) -> list[InspectedFile]:
     return [
         (plan, source, found)
         for index, plan in enumerate(plans)
-        for source, found in present_inspections(plan, plans[:index])
+        for source, found in plan.data.inspections(plans[:index])
     ]
 
 
 def print_absent_data(plans: Sequence[Plan]) -> None:
     """Print a line for each data file that does not exist yet."""
     for plan in plans:
-        for source in data_sources(plan):
+        for source in plan.data.sources:
             if not is_present(source.path):
                 typer.echo(f"{plan.spec.name}: {absent_line(source)}")
 

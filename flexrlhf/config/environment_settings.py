@@ -69,6 +69,11 @@ class EnvironmentSpec(StrictModel):
         """The environment, or its tools, as written."""
         return self.path or ", ".join(self.tools)
 
+    def processes_of(self, replica: int, replicas: int) -> int:
+        """Return the processes in which the episodes of one of ``replicas`` run: its share, and at least one."""
+        first, last = (self.processes * each // replicas for each in (replica, replica + 1))
+        return max(1, last - first)
+
     @model_validator(mode="after")
     def _replies_exist(self) -> Self:
         if self.path is None and not self.tools:

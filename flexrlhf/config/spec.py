@@ -431,6 +431,11 @@ class Spec(StrictModel):
             )
         return self
 
+    def with_prompts(self, prompts: int) -> Self:
+        """Return this spec with so many prompts a step."""
+        algorithm = self.algorithm.model_copy(update={"prompts_per_step": prompts})
+        return self.model_copy(update={"algorithm": algorithm})
+
     def with_models(self, models: Mapping[str, ModelSpec | None]) -> Self:
         """Return this spec with other settings of ``models``, by role; they are not validated."""
         return self.model_copy(update={"models": self.models.model_copy(update=models)})

@@ -39,8 +39,6 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.placement.protocols import PromptParts, SplitPrompts, TransferProtocol
 from flexrlhf.plan.choice import planned
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import examples_of
-from flexrlhf.plan.run_tokenizer import load_run_tokenizer
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
@@ -322,14 +320,14 @@ class Session:
                 f"session: {len(rows)} prompts for step {step}; algorithm.prompts_per_step is "
                 f"{self.plan.batch.num_prompts}, give as many"
             )
-        examples = examples_of(self.plan, f"prompts of step {step}", rows, self._tokenizer)
+        examples = self.plan.data.examples(f"prompts of step {step}", rows, self._tokenizer)
         path = self._ranks.directory / f"prompts-{step}.json"
         path.write_bytes(EXAMPLES.dump_json(examples))
         return str(path)
 
     @cached_property
     def _tokenizer(self) -> Any:
-        return load_run_tokenizer(self.plan)
+        return self.plan.tokenizer.load()
 
     def _new_step(self) -> CalledStep:
         before = None if self._last is None else self._last.called

@@ -18,9 +18,7 @@ from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
-from flexrlhf.plan.episode_processes import episodes_of_process
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import first_rows
 from flexrlhf.user_code.call_failures import CallFailure
 from flexrlhf.user_code.deadline import Deadline
 
@@ -41,11 +39,11 @@ def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[Environ
     found: dict[str, EnvironmentTimes] = {}
     for plan in plans:
         environment = plan.spec.environment
-        if environment is not None and environment.name not in found and (rows := first_rows(plan, MOST_EPISODES)):
+        if environment is not None and environment.name not in found and (rows := plan.data.first_rows(MOST_EPISODES)):
             calls = [example_call(tool["function"], environment.tool_format) for tool in tool_schemas(environment)]
             if calls and environment.tool_format in get_args(ToolFormat):
                 rows = [(example, calls[place % len(calls)]) for place, (example, _) in enumerate(rows)]
-            together = episodes_of_process(plan)
+            together = plan.processes.most_episodes
             found[environment.name] = _measured(environment, rows, together, plan.spec.seed, seconds)
     return tuple(found.values())
 

@@ -21,7 +21,6 @@ from flexrlhf.measure.host_checks import (
     check_shared_memory,
 )
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.plan.node_traffic import sent_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.free_space import DiskDemand
 from flexrlhf.text import bytes_text, counted, ranks_text
@@ -204,7 +203,7 @@ def _slowest(cluster: Cluster, job: JobFacts, links: Sequence[LinkFacts]) -> Che
 
 def _step_over(plan: Plan, gb_s: float, device: str) -> Check | None:
     """Check the time that the bytes of a step need over the slowest link between machines; None if there are none."""
-    most = max((each.rows + each.weights + each.gradients for each in sent_bytes(plan).values()), default=0.0)
+    most = max((each.rows + each.weights + each.gradients for each in plan.traffic.sent.values()), default=0.0)
     if not most:
         return None
     seconds, step = most / (1e9 * gb_s), _predicted_step(plan, device)

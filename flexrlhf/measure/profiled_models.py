@@ -22,7 +22,6 @@ from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import prompt_lengths, response_lengths
 from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, read_config
 
 SHAPELESS_KEYS = ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
@@ -212,8 +211,8 @@ def _spread(ordered: Sequence[int], count: int) -> list[int]:
 
 def length_sample(plan: Plan) -> LengthSample:
     """Return the lengths in the run's data files or, without any, those from half of the maximum to the maximum."""
-    prompts = prompt_lengths(plan) or _upper_half(plan.lengths.prompt)
-    return LengthSample(prompts, response_lengths(plan) or _upper_half(plan.lengths.response))
+    prompts = plan.data.prompt_lengths() or _upper_half(plan.lengths.prompt)
+    return LengthSample(prompts, plan.data.response_lengths() or _upper_half(plan.lengths.response))
 
 
 def _upper_half(maximum: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from flexrlhf.data.reasoning_tasks import is_task
 from flexrlhf.data.text_rows import reasons
 from flexrlhf.errors import one_line, some_of
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import DataSource, data_sources
+from flexrlhf.plan.run_data import DataSource
 from flexrlhf.text import counted, table
 
 WARNED_SHARE = 0.05
@@ -144,7 +144,7 @@ def passes_line(plan: Plan, source: DataSource, counts: DataCounts) -> str:
     """Return how many passes a run makes over the training rows of a file that its limits leave, of which there are
     some."""
     steps, rows = plan.spec.steps, counts.num_rows - len(counts.bad) - (counts.num_long if counts.limits.drops else 0)
-    share = Fraction(source.parts, sum(each.parts for each in data_sources(plan) if each.is_training))
+    share = Fraction(source.parts, sum(each.parts for each in plan.data.sources if each.is_training))
     prompts = plan.batch.num_new * share
     taken = f"{counted(steps, 'step')} of {float(prompts):.4g} prompts"
     return f"{source.key}: {taken} are {float(steps * prompts / rows):.3g} passes over {counted(rows, 'row')}"

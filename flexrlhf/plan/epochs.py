@@ -14,7 +14,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.run_data import kept_examples, training_sources
+from flexrlhf.plan.run_data import training_sources
 from flexrlhf.text import counted
 
 MOST_STEPS = 10**9
@@ -55,7 +55,7 @@ def _num_rows(spec: Spec, pending: Mapping[Path, ModelSpec] | None) -> int:
     except UserError as error:
         raise UserError(f"{spec.name}: epochs are counted in rows: {error}; or give steps") from None
     changes = {"steps": MOST_STEPS, "epochs": None, "placement": None if spec.placement == "auto" else spec.placement}
-    kept = kept_examples(make_plan(spec.model_copy(update=changes), pending))
+    kept = make_plan(spec.model_copy(update=changes), pending).data.num_kept()
     if kept is None:
         raise UserError(
             f"{spec.name}: epochs are counted in rows, of which data.long_prompts or data.bad_rows drop leaves out "

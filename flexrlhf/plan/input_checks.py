@@ -20,12 +20,10 @@ from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_packages, check_run_engines
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import DataSource, RunData, data_sources, load_run_data, text_encoder
+from flexrlhf.plan.run_data import DataSource, RunData
 from flexrlhf.plan.run_tokenizer import (
-    chat_format,
     listed_end_tokens,
     load_tokenizer,
-    tokenizer_path,
 )
 from flexrlhf.rewards.checks import (
     check_columns,
@@ -64,10 +62,10 @@ def check_runs(plans: Sequence[Plan]) -> None:
     check_inputs(plans, is_run=True)
     for index, plan in enumerate(plans):
         pending = {path for earlier in plans[:index] for path in earlier.outputs}
-        chat_format(plan)
-        if Path(realpath(tokenizer_path(plan))) in pending:
+        plan.tokenizer.chat()
+        if Path(realpath(plan.tokenizer.path)) in pending:
             continue
-        data = load_run_data(plan)
+        data = plan.data.load()
         number, largest = len(load_tokenizer(data.tokenizer, data.is_trusted)), _largest_token(data)
         for role in origins_first(plan.graph):
             if plan.model(role).path is None or Path(realpath(plan.model(role).path or "")) not in pending:
@@ -94,7 +92,7 @@ def check_inputs(plans: Sequence[Plan], is_run: bool = False) -> None:
             (check_sources if is_run else check_forms)(sources, name)
         has_functions = is_run or all([check_present_functions(sources, name) for name, sources in sections.items()])
         _check_places(plan, plans, index)
-        files = [source for source in data_sources(plan) if is_run or is_present(source.path)]
+        files = [source for source in plan.data.sources if is_run or is_present(source.path)]
         _check_models(plan, {path for earlier in plans[:index] for path in earlier.outputs}, bool(files))
         environment = plan.spec.environment
         has_class = environment is not None and (is_run or has_code(environment))
@@ -143,7 +141,7 @@ def solution_lines(plan: Plan, source: DataSource) -> Iterator[str]:
 def _check_places(plan: Plan, plans: Sequence[Plan], index: int) -> None:
     """Refuse inputs in a directory that a run of the command starts afresh, except for models of an earlier one."""
     models = {f"models.{role}.path": path for role in plan.graph.roles if (path := plan.model(role).path) is not None}
-    others: dict[str, str | None] = {source.setting: source.path for source in data_sources(plan)}
+    others: dict[str, str | None] = {source.setting: source.path for source in plan.data.sources}
     others |= {"data.tokenizer": plan.spec.data.tokenizer, "data.chat_template": plan.spec.data.chat_template}
     pending = {path for earlier in plans[:index] for path in earlier.outputs}
     for key, source in {**models, **others}.items():
@@ -180,7 +178,7 @@ def _check_model(plan: Plan, role: str, num_tokens: int, largest_token: int) -> 
     if size is not None and size <= largest_token:
         raise UserError(
             f"models.{role}: vocab_size {size} has no token {largest_token}, which the tokenizer "
-            f"{tokenizer_path(plan)} gives; use the model's own tokenizer"
+            f"{plan.tokenizer.path} gives; use the model's own tokenizer"
         )
 
 
@@ -236,7 +234,7 @@ def _check_text_limit(role: str, model: ModelSpec, config: dict[str, Any]) -> No
 def _check_retokenized(plan: Plan, role: str, data: RunData) -> None:
     """Encode the first prompt of each file for a role with a tokenizer of its own, as its ranks would."""
     if plan.model(role).retokenize:
-        encoder = text_encoder(plan, role)
+        encoder = plan.data.text_encoder(role)
         for example in (*data.examples[:1], *data.evaluation[:1]):
             encoder.encode(example, "", is_finished=True)
 

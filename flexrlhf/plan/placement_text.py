@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.episode_processes import episodes_of_process, processes_by_node, processes_by_rank
 from flexrlhf.plan.gpu_warnings import gpu_warnings
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted, ranks_text, span_of
@@ -42,7 +41,7 @@ def placement_lines(plan: Plan) -> list[str]:
         f"{role:<{width}}the base weights of {owner}, {of_start[plan.placement[owner].keeps_start]}"
         for role, owner in shared.items()
     ]
-    for count, nodes in _by_value(processes_by_node(plan)).items():
+    for count, nodes in _by_value(plan.processes.by_node()).items():
         which = "each of nodes" if len(nodes) > 1 else "node"
         lines.append(f"{'environment':<{width}}{counted(count, 'process')} on {which} {span_of(tuple(sorted(nodes)))}")
     pairs = plan.placement.co_located_pairs()
@@ -70,17 +69,17 @@ def environment_lines(plan: Plan) -> Iterator[str]:
         return
     parts = [
         f"{counted(number, 'process')} of {'each of ' * (len(ranks) > 1)}{ranks_text(ranks)}"
-        for number, ranks in _by_value(dict(sorted(processes_by_rank(plan).items()))).items()
+        for number, ranks in _by_value(dict(sorted(plan.processes.by_rank().items()))).items()
     ]
     tokens = "" if environment.turn_tokens is None else f" of at most {environment.turn_tokens} tokens"
     yield f"{environment.name}: {', '.join(parts)}"
     turns = f"at most {counted(environment.max_turns, 'turn')}{tokens}"
     yield f"{turns}; a reply may take {environment.timeout_seconds:g} s"
-    most, limit = episodes_of_process(plan), plan.spec.timeout_seconds / 2
+    most, limit = plan.processes.most_episodes, plan.spec.timeout_seconds / 2
     if most * environment.timeout_seconds > limit:
         yield f"all replies to a turn may take {limit:g} s: {limit / most:.3g} s each of the {most} of a process"
     if most * environment.seconds > limit:
-        enough = math.ceil(most * environment.seconds / limit) * sum(processes_by_node(plan).values())
+        enough = math.ceil(most * environment.seconds / limit) * sum(plan.processes.by_node().values())
         yield (
             f"warning: {most} replies of {environment.seconds:g} s, one after the other, would take longer; use "
             f"{enough} processes, unless the environment is async"

@@ -23,14 +23,18 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.alike_ranks import first_alike
+from flexrlhf.plan.episode_processes import EpisodeProcesses
+from flexrlhf.plan.largest_batch import BatchLimits
+from flexrlhf.plan.node_traffic import PlanTraffic
 from flexrlhf.plan.reused_copies import copies_that_reuse
+from flexrlhf.plan.run_data import DataFiles
+from flexrlhf.plan.run_tokenizer import RunTokenizer
 from flexrlhf.plan.stored_columns import StoredColumns, stored_columns
-from flexrlhf.strategies.instructions import Move, Offload, Run, Sync
+from flexrlhf.strategies.instructions import Offload, Run
 from flexrlhf.strategies.residency import DeviceMemory
 from flexrlhf.strategies.schedule import Schedule
 from flexrlhf.strategies.workload import workload
 from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.sync_plan import sync_bytes, sync_links
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,31 @@ class Plan:
         """Rank → first rank with the same work on the same kind of device."""
         return first_alike(self.schedule.instructions, self.placement, self.batch, self.cluster)
 
+    @property
+    def data(self) -> DataFiles:
+        """Data files."""
+        return DataFiles(self)
+
+    @property
+    def tokenizer(self) -> RunTokenizer:
+        """Tokenizer of the rows."""
+        return RunTokenizer(self)
+
+    @property
+    def traffic(self) -> PlanTraffic:
+        """Bytes between ranks and between nodes."""
+        return PlanTraffic(self)
+
+    @property
+    def processes(self) -> EpisodeProcesses:
+        """Processes of the environment."""
+        return EpisodeProcesses(self)
+
+    @property
+    def limits(self) -> BatchLimits:
+        """Largest batch and longest text at these settings."""
+        return BatchLimits(self)
+
     def model(self, role: str) -> ModelSpec:
         """Return the resolved settings of a role of the graph."""
         model = self.spec.models.of(role)
@@ -152,25 +181,6 @@ class Plan:
         readers = [size for role, size in sizes.items() if not self.model(role).retokenize]
         own = sizes.get(self.graph.generated)
         return min(readers) if own is not None and min(readers) < own else None
-
-    def move_bytes(self, move: Move, batch: BatchShape | None = None) -> int:
-        """Return the bytes that cross between ranks when ``move`` runs once. ``batch``: of its evaluation, if any."""
-        samples = (batch or self.batch).samples_per_prompt
-        return sum(len(t.prompts) * samples * self.lengths.row_bytes(t.column) for t in move.transfers)
-
-    def sync_bytes(self, sync: Sync) -> int | None:
-        """Return the bytes that cross between ranks when ``sync`` runs once; None for an architecture yet unknown."""
-        source, destination = self.placement[sync.source], self.placement[sync.destination]
-        shape = self.shapes.get(source.role)
-        return None if shape is None else sync_bytes(source, destination, shape, self.spec.sync.dtype)
-
-    def sync_links(self, sync: Sync) -> Mapping[tuple[int, int], float]:
-        """Return the bytes of ``sync_bytes`` by link (source, destination); empty for an unknown architecture."""
-        source, destination = self.placement[sync.source], self.placement[sync.destination]
-        shape, settings, node_of = self.shapes.get(source.role), self.spec.sync, self.cluster.node_of
-        if shape is None:
-            return {}
-        return sync_links(source, destination, shape, settings.bucket_bytes, node_of, settings.dtype, sync.overlaps)
 
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the bytes of ``model`` on ``rank``; None before an unknown architecture is loaded."""

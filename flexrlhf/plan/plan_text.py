@@ -10,9 +10,8 @@ from flexrlhf.memory.packed_rows import packs_texts, reads_masks, shares_prompts
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.gpu_warnings import gpu_warnings
-from flexrlhf.plan.largest_batch import largest_batch, longest_text_line
 from flexrlhf.plan.memory_text import peak_text, planned_memory
-from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
+from flexrlhf.plan.node_traffic import SentBytes
 from flexrlhf.plan.overlap import overlapping_operators
 from flexrlhf.plan.placement_text import NAME_WIDTH, environment_lines, placement_lines
 from flexrlhf.plan.plan import Plan
@@ -87,7 +86,7 @@ def format_short_plan(plan: Plan, width: int) -> str:
 def _between_nodes(plan: Plan) -> Iterator[str]:
     """Yield a line for each group of nodes that send the same bytes to others."""
     groups: dict[SentBytes, list[int]] = defaultdict(list)
-    for node, sent in sent_bytes(plan).items():
+    for node, sent in plan.traffic.sent.items():
         groups[sent].append(node)
     for sent, nodes in groups.items():
         named = {"rows": sent.rows, "weights": sent.weights, "gradients": sent.gradients}
@@ -134,13 +133,13 @@ def _batch(plan: Plan) -> list[str]:
 
 def _largest(plan: Plan) -> Iterator[str]:
     """Yield a line on the most prompts of a step, and on the longest text, where the memory of the devices is known."""
-    found = largest_batch(plan)
+    found = plan.limits.largest_batch()
     if found is None:
         return
     limit = "by memory" if found.is_memory_filled else "the limit of a plan"
     most = f"at most so many prompts a step at these settings, {limit}" if found.prompts else "none fits"
     yield f"largest batch        {found.prompts:>8} = {most}"
-    yield from longest_text_line(plan)
+    yield from plan.limits.text_lines()
 
 
 def _places(batch: BatchShape) -> str:

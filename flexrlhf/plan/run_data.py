@@ -7,9 +7,10 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from os.path import realpath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.data_settings import DataSpec, RowsSpec
@@ -26,16 +27,14 @@ from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.environments.tool_schemas import has_code
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
-from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_tokenizer import (
     end_tokens,
-    load_run_tokenizer,
     load_tokenizer,
-    prompt_format,
-    tokenizer_path,
-    trusts_tokenizer,
 )
 from flexrlhf.plan.tokenizers import tokenizer_of, tokenizer_source
+
+if TYPE_CHECKING:
+    from flexrlhf.plan.plan import Plan
 
 PLANNED_ROWS = 2000
 """Most rows of a file that planning counts."""
@@ -67,17 +66,240 @@ class DataSource:
         """Setting that names the file."""
         return f"{self.key}.path"
 
+    def check(self, found: Inspection) -> None:
+        """Raise UserError for a file with which ``run`` would stop: bad rows, or prompts over the limit that is one."""
+        counts, limits = found.counts, found.counts.limits
+        if counts.bad and (limits.bad_rows == "error" or not counts.prompts):
+            first, sentence = next(iter(counts.bad.items()))
+            raise UserError(f"{self.path}, row {first}: {sentence}{further_bad(counts.bad, counts.num_rows)}")
+        if counts.num_long and (
+            limits.long_prompts == "error" or limits.drops and counts.num_long == len(counts.prompts)
+        ):
+            raise UserError(
+                f"{self.path}: {counts.num_long} of {len(counts.prompts)} prompts have more than "
+                f"data.max_prompt_tokens={limits.max_prompt} tokens, the longest {max(counts.prompts)}: set "
+                f"data.long_prompts=drop or a larger data.max_prompt_tokens"
+            )
 
-def data_sources(plan: Plan) -> list[DataSource]:
-    """Return the training files, and the files of evaluation rows and pretraining texts, if there are any."""
-    spec, needs = plan.spec, plan.graph.data
-    sources = training_sources(spec, needs)
-    if spec.eval is not None:
-        sources.append(DataSource("eval", spec.eval.path, _form(spec.eval, spec.data), needs, _layout(spec, spec.eval)))
-    if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.ptx is not None:
-        ptx = spec.algorithm.ptx
-        sources.append(DataSource("algorithm.ptx", ptx.path, ptx.form, "responses", RowLayout(ptx.columns)))
-    return sources
+
+@dataclass(frozen=True)
+class DataFiles:
+    """Data files of the run of ``plan``."""
+
+    plan: Plan
+
+    @property
+    def sources(self) -> list[DataSource]:
+        """Training files, and the files of evaluation rows and pretraining texts, if there are any."""
+        spec, needs = self.plan.spec, self.plan.graph.data
+        sources = training_sources(spec, needs)
+        if spec.eval is not None:
+            sources.append(
+                DataSource("eval", spec.eval.path, _form(spec.eval, spec.data), needs, _layout(spec, spec.eval))
+            )
+        if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.ptx is not None:
+            ptx = spec.algorithm.ptx
+            sources.append(DataSource("algorithm.ptx", ptx.path, ptx.form, "responses", RowLayout(ptx.columns)))
+        return sources
+
+    def load(self) -> RunData:
+        """Load the examples for training and for evaluation."""
+        tokenizer = self.plan.tokenizer.load()
+        sources = self.sources
+        found = {
+            each.key: self._loaded(each, tokenizer, self._token_limits, with_columns=self._reads_columns(each))
+            for each in sources
+        }
+        loaded, counts = {key: each.examples for key, each in found.items()}, {key: found[key].counts for key in found}
+        training = [source for source in sources if source.is_training]
+        examples = [example for source in training for example in loaded[source.key]]
+        shares = tuple(SourceShare(len(loaded[source.key]), source.parts) for source in training)
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        evaluation, texts = (loaded.get(key, []) for key in ("eval", "algorithm.ptx"))
+        ends = self.row_format(tokenizer).ends
+        is_trusted, num_ids = self.plan.tokenizer.is_trusted, max(tokenizer.get_vocab().values(), default=-1) + 1
+        return RunData(
+            examples, evaluation, texts, self.plan.tokenizer.path, ends, pad, is_trusted, shares, counts, num_ids
+        )
+
+    def examples(self, name: str, rows: Sequence[str | Row], tokenizer: Any) -> list[Example]:
+        """Return the examples of ``rows`` of a program's, called ``name``: texts of prompts, or rows as the training
+        data have them. Raises UserError for one that cannot be used, or is too long and not to be truncated."""
+        source = next(each for each in self.sources if each.is_training)
+        if all(isinstance(row, str) for row in rows):
+            source = replace(source, form="auto", layout=replace(source.layout, columns={}, template=None))
+        made = [{"prompt": row} if isinstance(row, str) else row for row in rows]
+        limits = self._token_limits
+        limits = replace(limits, long_prompts="error" if limits.drops else limits.long_prompts, bad_rows="error")
+        named, with_columns = replace(source, path=name), self._reads_columns(source)
+        return self._loaded(named, tokenizer, limits, with_columns=with_columns, rows=made).examples
+
+    def _reads_columns(self, source: DataSource) -> bool:
+        """Whether operators read the rows of ``source`` as text."""
+        reads = any(operator.reads_texts for operator in (*self.plan.graph.operators, *self.plan.graph.evaluation))
+        return reads and source.needs == "prompts"
+
+    def row_format(self, tokenizer: Any) -> ChatFormat:
+        """Return the chat format of a run's rows, with the tokens that end its responses."""
+        chat, policy = (
+            self.plan.tokenizer.prompt_format,
+            self.plan.model("actor") if "actor" in self.plan.graph.roles else None,
+        )
+        return replace(chat, ends=end_tokens(tokenizer, chat, policy))
+
+    def _loaded(
+        self,
+        source: DataSource,
+        tokenizer: Any,
+        limits: TokenLimits,
+        needs: Needs | None = None,
+        with_columns: bool = False,
+        rows: list[Row] | None = None,
+    ) -> LoadedExamples:
+        return load_examples(
+            source.path,
+            form=source.form,
+            needs=source.needs if needs is None else needs,
+            tokenizer=tokenizer,
+            max_prompt_tokens=limits.max_prompt,
+            max_response_tokens=limits.max_response,
+            long_prompts=limits.long_prompts,
+            bad_rows=limits.bad_rows,
+            with_columns=with_columns,
+            layout=source.layout,
+            chat=self.row_format(tokenizer),
+            rows=rows,
+        )
+
+    def text_encoder(self, role: str) -> TextEncoder:
+        """Return the encoder for a role with a tokenizer of its own."""
+        model = self.plan.model(role)
+        directory = tokenizer_of(role, model)
+        assert directory is not None, "planning refuses a role without a tokenizer"
+        tokenizer = load_tokenizer(str(directory), model.trust_remote_code, f"models.{role}.retokenize")
+        return TextEncoder(
+            f"models.{role}.retokenize",
+            tokenizer,
+            self.plan.lengths.of_role(role).total,
+            self.plan.spec.data.control_tokens,
+        )
+
+    def turn_tokens(self, tokenizer: Any) -> TurnTokens:
+        """Return the encoder of what environments say, for the tokenizer of the run."""
+        environment = self.plan.spec.environment
+        assert environment is not None, "a run without an environment has no episodes"
+        return TurnTokens(tokenizer, self.plan.tokenizer.prompt_format, environment.bridge, self._token_limits)
+
+    @property
+    def _token_limits(self) -> TokenLimits:
+        data = self.plan.spec.data
+        return TokenLimits(data.max_prompt_tokens, data.max_response_tokens, data.long_prompts, data.bad_rows)
+
+    def inspections(self, earlier: Sequence[Plan]) -> Iterator[tuple[DataSource, Inspection]]:
+        """Yield the inspection of a sample of the rows of each file that exists; none before tokenizer and tools do.
+
+        ``earlier``: runs of the same command before this one. Raises UserError for a row that cannot be used, and for
+        prompts over the limit where ``run`` would stop.
+        """
+        sources, owner = [source for source in self.sources if is_present(source.path)], self.tokenizer_run(earlier)
+        if not sources or owner is None or not self._has_tools:
+            return
+        tokenizer = owner.tokenizer.load()
+        for source in sources:
+            found = self.inspect(source, tokenizer, PLANNED_ROWS)
+            source.check(found)
+            yield source, found
+
+    def tokenizer_run(self, earlier: Sequence[Plan]) -> Plan | None:
+        """Return the run whose tokenizer a run has: its own, or of the earlier one that will write its model; None if
+        that does not exist."""
+        source = tokenizer_source(self.plan.spec, self.plan.graph)
+        if source is None:
+            return None
+        path = Path(realpath(source[1]))
+        for index, other in enumerate(earlier):
+            if path in other.outputs:
+                return other.data.tokenizer_run(earlier[:index])
+        return self.plan if path.is_dir() else None
+
+    def inspect(self, source: DataSource, tokenizer: Any, max_rows: int | None = None) -> Inspection:
+        """Inspect the file of ``source``, all of its rows or ``max_rows``. Raises UserError."""
+        return inspect_rows(
+            source.path,
+            form=source.form,
+            needs=source.needs,
+            layout=source.layout,
+            tokenizer=tokenizer,
+            chat=self.row_format(tokenizer),
+            limits=self._token_limits,
+            max_rows=max_rows,
+        )
+
+    def response_lengths(self) -> tuple[int, ...]:
+        """Return tokens of a sample of responses, end tokens included, at most ``data.max_response_tokens``, sorted.
+
+        From the responses in the run's data file, else in its evaluation file; none if neither has any, or they do not
+        exist yet.
+        """
+        for source in self.sources:
+            if source.is_training or source.key == "eval":
+                examples = self._sampled(source, with_responses=True)
+                if examples:
+                    return tuple(sorted(len(example.responses[0]) for example in examples))
+        return ()
+
+    def prompt_lengths(self) -> tuple[int, ...]:
+        """Return tokens of a sample of the prompts in the run's data files, sorted; none if they do not exist yet."""
+        training = [source for source in self.sources if source.is_training]
+        examples = [example for source in training for example in self._sampled(source, with_responses=False)]
+        return tuple(sorted(len(example.prompt) for example in examples))
+
+    def num_kept(self) -> int | None:
+        """Return the number of training examples, of the rows that the limits of the run leave; None if the tokenizer,
+        or the code of tools, is not there yet.
+
+        Raises UserError for a file that cannot be used.
+        """
+        if self.tokenizer_run(()) is None or not self._has_tools:
+            return None
+        tokenizer, limits = self.plan.tokenizer.load(), self._token_limits
+        training = [source for source in self.sources if source.is_training]
+        return sum(len(self._loaded(source, tokenizer, limits).examples) for source in training)
+
+    def _sampled(self, source: DataSource, with_responses: bool) -> list[Example]:
+        """Return a sample of a file's examples.
+
+        None if the file, the tokenizer or the tools do not exist yet, or where responses are needed and the file has
+        none.
+        """
+        if self.tokenizer_run(()) is None or not is_present(source.path) or not self._has_tools:
+            return []
+        limits = self._token_limits
+        if with_responses and not has_responses(source.path, source.form, source.layout, limits.bad_rows):
+            return []
+        limits = replace(limits, long_prompts="drop" if limits.long_prompts == "error" else limits.long_prompts)
+        needs: Needs = "responses" if with_responses else "prompts"
+        examples = self._loaded(source, self.plan.tokenizer.load(), limits, needs).examples
+        return examples[:: max(1, len(examples) // PLANNED_ROWS)]
+
+    def first_rows(self, number: int) -> list[tuple[Example, str]]:
+        """Return the first training rows, each with a text that stands for a turn of the policy: its response in the
+        data, else its prompt; none if the data does not exist yet."""
+        if self.tokenizer_run(()) is None or not self._has_tools:
+            return []
+        tokenizer, rows = self.plan.tokenizer.load(), list[tuple[Example, str]]()
+        for source in self.sources:
+            if source.is_training and is_present(source.path) and len(rows) < number:
+                texts = [example.responses[0] for example in self._sampled(source, with_responses=True)]
+                examples = self._loaded(source, tokenizer, self._token_limits, "prompts", with_columns=True)
+                for place, example in enumerate(examples.examples[: number - len(rows)]):
+                    rows.append((example, tokenizer.decode(texts[place] if place < len(texts) else example.prompt)))
+        return rows
+
+    @property
+    def _has_tools(self) -> bool:
+        """Whether the code of the environment, whose tools are in prompts, is on this machine."""
+        return self.plan.spec.environment is None or has_code(self.plan.spec.environment)
 
 
 def training_sources(spec: Spec, needs: Needs) -> list[DataSource]:
@@ -136,232 +358,13 @@ class RunData:
     counts: Mapping[str, DataCounts] = field(default_factory=dict)
     num_ids: int = 0
 
-
-def load_run_data(plan: Plan) -> RunData:
-    """Load the examples for training and for evaluation."""
-    tokenizer = load_run_tokenizer(plan)
-    sources = data_sources(plan)
-    found = {
-        each.key: _loaded(plan, each, tokenizer, _token_limits(plan), with_columns=_reads_columns(plan, each))
-        for each in sources
-    }
-    loaded, counts = {key: each.examples for key, each in found.items()}, {key: found[key].counts for key in found}
-    training = [source for source in sources if source.is_training]
-    examples = [example for source in training for example in loaded[source.key]]
-    shares = tuple(SourceShare(len(loaded[source.key]), source.parts) for source in training)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    evaluation, texts = (loaded.get(key, []) for key in ("eval", "algorithm.ptx"))
-    ends = row_format(plan, tokenizer).ends
-    is_trusted, num_ids = trusts_tokenizer(plan), max(tokenizer.get_vocab().values(), default=-1) + 1
-    return RunData(examples, evaluation, texts, tokenizer_path(plan), ends, pad, is_trusted, shares, counts, num_ids)
-
-
-def examples_of(plan: Plan, name: str, rows: Sequence[str | Row], tokenizer: Any) -> list[Example]:
-    """Return the examples of ``rows`` of a program's, called ``name``: texts of prompts, or rows as the training data
-    have them. Raises UserError for one that cannot be used, or is too long and not to be truncated."""
-    source = next(each for each in data_sources(plan) if each.is_training)
-    if all(isinstance(row, str) for row in rows):
-        source = replace(source, form="auto", layout=replace(source.layout, columns={}, template=None))
-    made = [{"prompt": row} if isinstance(row, str) else row for row in rows]
-    limits = _token_limits(plan)
-    limits = replace(limits, long_prompts="error" if limits.drops else limits.long_prompts, bad_rows="error")
-    named, with_columns = replace(source, path=name), _reads_columns(plan, source)
-    return _loaded(plan, named, tokenizer, limits, with_columns=with_columns, rows=made).examples
-
-
-def _reads_columns(plan: Plan, source: DataSource) -> bool:
-    """Whether operators read the rows of ``source`` as text."""
-    reads = any(operator.reads_texts for operator in (*plan.graph.operators, *plan.graph.evaluation))
-    return reads and source.needs == "prompts"
-
-
-def data_digest(data: RunData) -> str:
-    """Return a digest of the training examples: two data files, tokenizers or templates have different ones."""
-    digest = hashlib.sha256()
-    for example in (*data.examples, *data.texts):
-        for tokens in (example.prompt, *example.responses):
-            digest.update(array("q", (len(tokens), *tokens)).tobytes())
-        for mask in example.trained:
-            digest.update(bytes(mask))
-    return digest.hexdigest()
-
-
-def row_format(plan: Plan, tokenizer: Any) -> ChatFormat:
-    """Return the chat format of a run's rows, with the tokens that end its responses."""
-    chat, policy = prompt_format(plan), plan.model("actor") if "actor" in plan.graph.roles else None
-    return replace(chat, ends=end_tokens(tokenizer, chat, policy))
-
-
-def _loaded(
-    plan: Plan,
-    source: DataSource,
-    tokenizer: Any,
-    limits: TokenLimits,
-    needs: Needs | None = None,
-    with_columns: bool = False,
-    rows: list[Row] | None = None,
-) -> LoadedExamples:
-    return load_examples(
-        source.path,
-        form=source.form,
-        needs=source.needs if needs is None else needs,
-        tokenizer=tokenizer,
-        max_prompt_tokens=limits.max_prompt,
-        max_response_tokens=limits.max_response,
-        long_prompts=limits.long_prompts,
-        bad_rows=limits.bad_rows,
-        with_columns=with_columns,
-        layout=source.layout,
-        chat=row_format(plan, tokenizer),
-        rows=rows,
-    )
-
-
-def text_encoder(plan: Plan, role: str) -> TextEncoder:
-    """Return the encoder for a role with a tokenizer of its own."""
-    model = plan.model(role)
-    directory = tokenizer_of(role, model)
-    assert directory is not None, "planning refuses a role without a tokenizer"
-    tokenizer = load_tokenizer(str(directory), model.trust_remote_code, f"models.{role}.retokenize")
-    return TextEncoder(
-        f"models.{role}.retokenize", tokenizer, plan.lengths.of_role(role).total, plan.spec.data.control_tokens
-    )
-
-
-def turn_tokens(plan: Plan, tokenizer: Any) -> TurnTokens:
-    """Return the encoder of what environments say, for the tokenizer of the run."""
-    environment = plan.spec.environment
-    assert environment is not None, "a run without an environment has no episodes"
-    return TurnTokens(tokenizer, prompt_format(plan), environment.bridge, _token_limits(plan))
-
-
-def _token_limits(plan: Plan) -> TokenLimits:
-    data = plan.spec.data
-    return TokenLimits(data.max_prompt_tokens, data.max_response_tokens, data.long_prompts, data.bad_rows)
-
-
-def present_inspections(plan: Plan, earlier: Sequence[Plan]) -> Iterator[tuple[DataSource, Inspection]]:
-    """Yield the inspection of a sample of the rows of each file that exists; none before tokenizer and tools do.
-
-    ``earlier``: runs of the same command before this one. Raises UserError for a row that cannot be used, and for
-    prompts over the limit where ``run`` would stop.
-    """
-    sources, owner = [source for source in data_sources(plan) if is_present(source.path)], tokenizer_run(plan, earlier)
-    if not sources or owner is None or not _has_tools(plan):
-        return
-    tokenizer = load_run_tokenizer(owner)
-    for source in sources:
-        found = inspect_source(plan, source, tokenizer, PLANNED_ROWS)
-        check_inspection(source, found)
-        yield source, found
-
-
-def tokenizer_run(plan: Plan, earlier: Sequence[Plan]) -> Plan | None:
-    """Return the run whose tokenizer a run has: its own, or of the earlier one that will write its model; None if
-    that does not exist."""
-    source = tokenizer_source(plan.spec, plan.graph)
-    if source is None:
-        return None
-    path = Path(realpath(source[1]))
-    for index, other in enumerate(earlier):
-        if path in other.outputs:
-            return tokenizer_run(other, earlier[:index])
-    return plan if path.is_dir() else None
-
-
-def inspect_source(plan: Plan, source: DataSource, tokenizer: Any, max_rows: int | None = None) -> Inspection:
-    """Inspect the file of ``source``, all of its rows or ``max_rows``. Raises UserError."""
-    return inspect_rows(
-        source.path,
-        form=source.form,
-        needs=source.needs,
-        layout=source.layout,
-        tokenizer=tokenizer,
-        chat=row_format(plan, tokenizer),
-        limits=_token_limits(plan),
-        max_rows=max_rows,
-    )
-
-
-def check_inspection(source: DataSource, found: Inspection) -> None:
-    """Raise UserError for a file with which ``run`` would stop: bad rows, or prompts over the limit that is one."""
-    counts, limits = found.counts, found.counts.limits
-    if counts.bad and (limits.bad_rows == "error" or not counts.prompts):
-        first, sentence = next(iter(counts.bad.items()))
-        raise UserError(f"{source.path}, row {first}: {sentence}{further_bad(counts.bad, counts.num_rows)}")
-    if counts.num_long and (limits.long_prompts == "error" or limits.drops and counts.num_long == len(counts.prompts)):
-        raise UserError(
-            f"{source.path}: {counts.num_long} of {len(counts.prompts)} prompts have more than "
-            f"data.max_prompt_tokens={limits.max_prompt} tokens, the longest {max(counts.prompts)}: set "
-            f"data.long_prompts=drop or a larger data.max_prompt_tokens"
-        )
-
-
-def response_lengths(plan: Plan) -> tuple[int, ...]:
-    """Return tokens of a sample of responses, end tokens included, at most ``data.max_response_tokens``, sorted.
-
-    From the responses in the run's data file, else in its evaluation file; none if neither has any, or they do not
-    exist yet.
-    """
-    for source in data_sources(plan):
-        if source.is_training or source.key == "eval":
-            examples = _sampled(plan, source, with_responses=True)
-            if examples:
-                return tuple(sorted(len(example.responses[0]) for example in examples))
-    return ()
-
-
-def prompt_lengths(plan: Plan) -> tuple[int, ...]:
-    """Return tokens of a sample of the prompts in the run's data files, sorted; none if they do not exist yet."""
-    training = [source for source in data_sources(plan) if source.is_training]
-    examples = [example for source in training for example in _sampled(plan, source, with_responses=False)]
-    return tuple(sorted(len(example.prompt) for example in examples))
-
-
-def kept_examples(plan: Plan) -> int | None:
-    """Return the number of training examples, of the rows that the limits of the run leave; None if the tokenizer, or
-    the code of tools, is not there yet.
-
-    Raises UserError for a file that cannot be used.
-    """
-    if tokenizer_run(plan, ()) is None or not _has_tools(plan):
-        return None
-    tokenizer, limits = load_run_tokenizer(plan), _token_limits(plan)
-    training = [source for source in data_sources(plan) if source.is_training]
-    return sum(len(_loaded(plan, source, tokenizer, limits).examples) for source in training)
-
-
-def _sampled(plan: Plan, source: DataSource, with_responses: bool) -> list[Example]:
-    """Return a sample of a file's examples.
-
-    None if the file, the tokenizer or the tools do not exist yet, or where responses are needed and the file has none.
-    """
-    if tokenizer_run(plan, ()) is None or not is_present(source.path) or not _has_tools(plan):
-        return []
-    limits = _token_limits(plan)
-    if with_responses and not has_responses(source.path, source.form, source.layout, limits.bad_rows):
-        return []
-    limits = replace(limits, long_prompts="drop" if limits.long_prompts == "error" else limits.long_prompts)
-    needs: Needs = "responses" if with_responses else "prompts"
-    examples = _loaded(plan, source, load_run_tokenizer(plan), limits, needs).examples
-    return examples[:: max(1, len(examples) // PLANNED_ROWS)]
-
-
-def first_rows(plan: Plan, number: int) -> list[tuple[Example, str]]:
-    """Return the first training rows, each with a text that stands for a turn of the policy: its response in the data,
-    else its prompt; none if the data does not exist yet."""
-    if tokenizer_run(plan, ()) is None or not _has_tools(plan):
-        return []
-    tokenizer, rows = load_run_tokenizer(plan), list[tuple[Example, str]]()
-    for source in data_sources(plan):
-        if source.is_training and is_present(source.path) and len(rows) < number:
-            texts = [example.responses[0] for example in _sampled(plan, source, with_responses=True)]
-            examples = _loaded(plan, source, tokenizer, _token_limits(plan), "prompts", with_columns=True)
-            for place, example in enumerate(examples.examples[: number - len(rows)]):
-                rows.append((example, tokenizer.decode(texts[place] if place < len(texts) else example.prompt)))
-    return rows
-
-
-def _has_tools(plan: Plan) -> bool:
-    """Whether the code of the environment, whose tools are in prompts, is on this machine."""
-    return plan.spec.environment is None or has_code(plan.spec.environment)
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the training examples: two data files, tokenizers or templates have different ones."""
+        digest = hashlib.sha256()
+        for example in (*self.examples, *self.texts):
+            for tokens in (example.prompt, *example.responses):
+                digest.update(array("q", (len(tokens), *tokens)).tobytes())
+            for mask in example.trained:
+                digest.update(bytes(mask))
+        return digest.hexdigest()

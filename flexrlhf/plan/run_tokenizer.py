@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from os.path import realpath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
@@ -16,39 +16,65 @@ from flexrlhf.data.chat import ChatFormat, ChatTemplate, own_template, read_chat
 from flexrlhf.data.files import json_type
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError, shown
-from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.tokenizers import has_tokenizer, tokenizer_source
 from flexrlhf.weights.adapter_files import base_model
 from flexrlhf.weights.loading import one_sentence_errors, quiet
 from flexrlhf.weights.model_files import check_regular
 
+if TYPE_CHECKING:
+    from flexrlhf.plan.plan import Plan
+
 GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinja"
 """Files of a model's directory."""
 
 
-def tokenizer_path(plan: Plan) -> str:
-    """Return the directory of a run's tokenizer. Raises UserError if no setting names one."""
-    return named_tokenizer(plan)[1]
+@dataclass(frozen=True)
+class RunTokenizer:
+    """Tokenizer of the run of ``plan``, which need not be there yet."""
 
+    plan: Plan
 
-def named_tokenizer(plan: Plan) -> tuple[str, str]:
-    """Return the setting that names a run's tokenizer, and its directory. Raises UserError if there is none."""
-    source = tokenizer_source(plan.spec, plan.graph)
-    if source is None:
-        raise UserError("data.tokenizer: missing; no model has a path to take a tokenizer from")
-    return source
+    @property
+    def path(self) -> str:
+        """Directory. Raises UserError if no setting names one."""
+        return self.named[1]
 
+    @property
+    def named(self) -> tuple[str, str]:
+        """Setting that names it, and its directory. Raises UserError if there is none."""
+        source = tokenizer_source(self.plan.spec, self.plan.graph)
+        if source is None:
+            raise UserError("data.tokenizer: missing; no model has a path to take a tokenizer from")
+        return source
 
-def load_run_tokenizer(plan: Plan) -> Any:
-    """Return the Hugging Face tokenizer of a run.
+    def load(self) -> Any:
+        """Return the Hugging Face tokenizer of a run.
 
-    Raises UserError with the setting that names it, also for one without a token that ends a response.
-    """
-    key, path = named_tokenizer(plan)
-    tokenizer = load_tokenizer(path, trusts_tokenizer(plan), key)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"{key} {path}: it has no end-of-sequence token")
-    return tokenizer
+        Raises UserError with the setting that names it, also for one without a token that ends a response.
+        """
+        key, path = self.named
+        tokenizer = load_tokenizer(path, self.is_trusted, key)
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"{key} {path}: it has no end-of-sequence token")
+        return tokenizer
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether code in its directory may run: whether it is a model's directory whose code is trusted."""
+        path = Path(realpath(self.path))
+        models = [model for role in self.plan.graph.roles if (model := self.plan.model(role)).trust_remote_code]
+        return any(model.path is not None and Path(realpath(model.path)) == path for model in models)
+
+    def chat(self) -> ChatFormat:
+        """Return the chat format: which rows a chat template renders, and the template that the spec names."""
+        data = self.plan.spec.data
+        return replace(read_chat_format(data.chat, data.chat_template), control=data.control_tokens, end=data.end_token)
+
+    @property
+    def prompt_format(self) -> ChatFormat:
+        """Chat format with the tools of the environment, whose code another process loads."""
+        environment = self.plan.spec.environment
+        return replace(self.chat(), tools=() if environment is None else tool_schemas(environment))
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "data.tokenizer") -> Any:
@@ -86,25 +112,6 @@ def _check_tokenizer_files(directory: Path, key: str) -> None:
             raise UserError(f"{key} {directory}: {file.name} must contain an object, found {found}")
 
 
-def trusts_tokenizer(plan: Plan) -> bool:
-    """Whether code in the tokenizer's directory may run: whether it is a model's directory whose code is trusted."""
-    path = Path(realpath(tokenizer_path(plan)))
-    models = [model for role in plan.graph.roles if (model := plan.model(role)).trust_remote_code]
-    return any(model.path is not None and Path(realpath(model.path)) == path for model in models)
-
-
-def chat_format(plan: Plan) -> ChatFormat:
-    """Return which rows a chat template renders, and the template that the spec names."""
-    data = plan.spec.data
-    return replace(read_chat_format(data.chat, data.chat_template), control=data.control_tokens, end=data.end_token)
-
-
-def prompt_format(plan: Plan) -> ChatFormat:
-    """Return the chat format with the tools of the environment, whose code another process loads."""
-    environment = plan.spec.environment
-    return replace(chat_format(plan), tools=() if environment is None else tool_schemas(environment))
-
-
 def end_tokens(tokenizer: Any, chat: ChatFormat, policy: ModelSpec | None) -> tuple[int, ...]:
     """Return the ids of all tokens that end a response, the tokenizer's eos first.
 
@@ -140,23 +147,26 @@ class ResponseText:
     tokenizer: Any
     left_out: frozenset[int] | None = None
 
+    @classmethod
+    def of(cls, spec: Spec, tokenizer: Any, ends: Collection[int]) -> ResponseText:
+        """Return the decoder of a run, by ``rollout.special_tokens``.
+
+        ends:  padding, and tokens that end a response.
+        """
+        if spec.rollout.special_tokens == "skip":
+            return cls(tokenizer)
+        borders = {token for token in (tokenizer.bos_token_id, *ends) if token is not None}
+        # a common token that ends a response is a part of it
+        return cls(
+            tokenizer, frozenset(each for each in borders if not tokenizer.decode([each], skip_special_tokens=True))
+        )
+
     def __call__(self, tokens: Sequence[int]) -> str:
         if self.left_out is None:
             text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         else:
             text = self.tokenizer.decode([token for token in tokens if token not in self.left_out])
         return text
-
-
-def response_text(spec: Spec, tokenizer: Any, ends: Collection[int]) -> ResponseText:
-    """Return the decoder of a run, by ``rollout.special_tokens``. ``ends``: padding, and tokens that end a response."""
-    if spec.rollout.special_tokens == "skip":
-        return ResponseText(tokenizer)
-    borders = {token for token in (tokenizer.bos_token_id, *ends) if token is not None}
-    # a common token that ends a response is a part of it
-    return ResponseText(
-        tokenizer, frozenset(each for each in borders if not tokenizer.decode([each], skip_special_tokens=True))
-    )
 
 
 def usage_files(

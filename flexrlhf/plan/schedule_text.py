@@ -68,10 +68,10 @@ def _notes(plan: Plan, instruction: Instruction, batch: BatchShape) -> list[str]
     notes: list[str] = []
     match instruction:
         case Move():
-            notes = [instruction.primitive, bytes_text(plan.move_bytes(instruction, batch))]
+            notes = [instruction.primitive, bytes_text(plan.traffic.move_bytes(instruction, batch))]
         case Sync():
             way = "in place" if instruction.is_in_place else "point_to_point"
-            notes = [way, bytes_text(plan.sync_bytes(instruction)), _period(instruction)]
+            notes = [way, bytes_text(plan.traffic.sync_bytes(instruction)), _period(instruction)]
             notes += ["in the background"] * instruction.overlaps
         case Offload(is_unchanged=True):
             notes = ["unchanged: not copied"]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from flexrlhf.plan.node_traffic import sent_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.report.step_times import StepTime
@@ -73,7 +72,7 @@ def _planned(plan: Plan) -> Mapping[tuple[str, str], float | None]:
     sizes: dict[tuple[str, str], float | None] = {}
     for each in plan.schedule.instructions:
         if isinstance(each, Move | Sync):
-            size = plan.move_bytes(each) if isinstance(each, Move) else plan.sync_bytes(each)
+            size = plan.traffic.move_bytes(each) if isinstance(each, Move) else plan.traffic.sync_bytes(each)
             before = sizes.get((each.kind, each.label), 0.0)
             every = getattr(each, "every", 1)
             sizes[each.kind, each.label] = None if size is None or before is None else before + size / every
@@ -140,7 +139,7 @@ def between_nodes(plan: Plan) -> list[tuple[str, str]]:
     if plan.cluster.num_nodes == 1 or len(plan.shapes) < len(plan.graph.roles):
         return []
     groups: dict[str, list[int]] = defaultdict(list)
-    for node, sent in sent_bytes(plan).items():
+    for node, sent in plan.traffic.sent.items():
         named = {"rows": sent.rows, "weights": sent.weights, "gradients": sent.gradients}
         parts = [f"{bytes_text(round(size))} of {name}" for name, size in named.items() if size]
         parts += [f"shards of {name} in every pass" for name in sent.passes]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.episode_processes import processes_by_node
 from flexrlhf.plan.placement_text import zero_text
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.look import INSTRUCTIONS, role_colours
@@ -80,7 +79,7 @@ def _environment_hovers(columns: Sequence[RankColumn], shares: Sequence[int]) ->
 
 def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
     """Return the picture of the placement of ``plan``. ``device``: name of devices without a class."""
-    columns, models, processes = columns_of(plan, device), plan.placement.models, processes_by_node(plan)
+    columns, models, processes = columns_of(plan, device), plan.placement.models, plan.processes.by_node()
     colours = {**role_colours(plan.graph.roles), ENVIRONMENT: INSTRUCTIONS["move"]}
     roles = [*colours]
     shares = [sum(processes.get(node, 0) for node in _nodes(plan, column.ranks)) for column in columns]

@@ -23,7 +23,6 @@ from flexrlhf.config.reward_sources import FunctionSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.reasoning_tasks import is_task
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import data_sources
 
 READ_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".safetensors", ".txt"})
 """Endings of the files of a model's directory that models and tokenizers are read from."""
@@ -89,7 +88,7 @@ def fixed_inputs(plan: Plan) -> dict[str, str]:
 def _inputs(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield setting and path of what a run reads."""
     yield from _models(plan)
-    yield from ((source.setting, source.path) for source in data_sources(plan))
+    yield from ((source.setting, source.path) for source in plan.data.sources)
     yield from _code(plan)
 
 
@@ -155,7 +154,7 @@ def needed_extras(plans: Iterable[Plan]) -> list[str]:
                 extras[package.extra] = None
             if model.settings.lora is not None:
                 extras[PEFT.extra] = None
-        if any(is_task(source.path) for source in data_sources(plan)):
+        if any(is_task(source.path) for source in plan.data.sources):
             extras["reasoning"] = None
     return list(extras)
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.errors import RunStopped
-from flexrlhf.plan.run_data import data_digest
 from flexrlhf.runs.durable_files import FileEntry
 from flexrlhf.runs.fingerprints import fixed_inputs
 from flexrlhf.runs.manifest import Progress
@@ -85,7 +84,7 @@ class Checkpointer(Observer):
 
     @cached_property
     def _digest(self) -> str:
-        return data_digest(self._context.data)
+        return self._context.data.digest
 
     def write(self, next_step: int) -> None:
         """Copy the state that ``next_step`` depends on, and start to write it. Waits for the checkpoint before.

@@ -23,7 +23,6 @@ from flexrlhf.environments.episodes import Episodes
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import Lengths, Qualifier
 from flexrlhf.operators.outcomes import EPISODE_STATES
-from flexrlhf.plan.episode_processes import processes_by_rank
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.runs.run_files import RunFiles
@@ -226,7 +225,7 @@ def make_environment_caller(
     layout = layout if rank in layout.places else plan.placement[interacting[0].role].layout
     if rank not in layout.places:
         return None
-    is_replayed, count = spec.debug.replay is not None, processes_by_rank(plan).get(rank, 0)
+    is_replayed, count = spec.debug.replay is not None, plan.processes.by_rank().get(rank, 0)
     episodes = None if is_replayed else Episodes(settings, count, plan.batch.num_chunks)
     mailbox = Mailbox(world, f"environments/{spec.name}", spec.timeout_seconds)
     source = ReplySource(settings, episodes, log, mailbox, spec.timeout_seconds / 2, plan.batch.num_chunks)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.engines.models import DTYPES
-from flexrlhf.plan.run_tokenizer import chat_format, load_run_tokenizer, saved_template, usage_files
+from flexrlhf.plan.run_tokenizer import saved_template, usage_files
 from flexrlhf.runs.model_directory import ModelFiles, TensorForm, model_writer, save_adapters, share_writer
 from flexrlhf.strategies.instructions import Save
 from flexrlhf.trainer.loaded_models import LoadedModel
@@ -152,8 +152,8 @@ class ModelSaver:
         """Return the files that say how ``model`` is used."""
         plan, data = self._context.plan, self._context.data
         policy = plan.model("actor") if model.placed.role == "actor" else None
-        chat = chat_format(plan)
-        template = chat.template if chat.end is None else saved_template(load_run_tokenizer(plan), chat)
+        chat = plan.tokenizer.chat()
+        template = chat.template if chat.end is None else saved_template(plan.tokenizer.load(), chat)
         return usage_files(template, policy, data.eos_token_ids, data.pad_token_id)
 
 

@@ -12,8 +12,8 @@ from flexrlhf.display.events import Doing, Note, Send
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import RunData, turn_tokens
-from flexrlhf.plan.run_tokenizer import ResponseText, load_tokenizer, response_text
+from flexrlhf.plan.run_data import RunData
+from flexrlhf.plan.run_tokenizer import ResponseText, load_tokenizer
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_turns import EnvironmentCaller, make_environment_caller, open_log
@@ -137,10 +137,10 @@ def open_rank(
     log = open_log(plan, files, world, first_step)
     if log is not None and log.num_found and world.rank == 0:
         send(Note(plan.spec.name, f"{log.num_found} replies of environments since the last checkpoint are used again"))
-    turns = None if plan.spec.environment is None else turn_tokens(plan, tokenizer)
+    turns = None if plan.spec.environment is None else plan.data.turn_tokens(tokenizer)
     environments = make_environment_caller(plan, world, turns, decode, log)
     read_reply = None if turns is None else turns.messages
-    text = response_text(plan.spec, tokenizer, (data.pad_token_id, *data.eos_token_ids))
+    text = ResponseText.of(plan.spec, tokenizer, (data.pad_token_id, *data.eos_token_ids))
     scorers = make_external_scorers(plan.graph, plan.spec, text, read_reply)
     copies = CopyStreams(world.device, plan.spec.debug)
     models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id, copies, report)

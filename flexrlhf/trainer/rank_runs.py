@@ -24,7 +24,7 @@ from flexrlhf.plan.operator_protocols import PROTOCOLS, own_splits
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.placement_text import computing_text
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import RunData, data_sources, load_run_data
+from flexrlhf.plan.run_data import RunData
 from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
@@ -74,7 +74,7 @@ class RankRuns:
         with self._watched(flight), directory.writing():
             send(RunBegins(name, run_title(plan, world.device.type), where_models_are(plan), plan.spec.steps))
             send(Doing(name, "reading the data"))
-            data = load_run_data(plan)
+            data = plan.data.load()
             check_commits(plan, world)
             check_splits(plan, world)
             start = choose_start(plan, world, data, files, order.candidates)
@@ -123,7 +123,7 @@ def _called(
 
 def _send_counts(plan: Plan, data: RunData, send: Send) -> None:
     """Send the effect of the limits on the rows of each data file."""
-    for source in data_sources(plan):
+    for source in plan.data.sources:
         counts = data.counts[source.key]
         for line in filter(None, (data_line(source, counts), unread_line(source, counts))):
             send(Note(plan.spec.name, line))
@@ -133,7 +133,7 @@ def _send_counts(plan: Plan, data: RunData, send: Send) -> None:
 
 def check_commits(plan: Plan, world: World) -> None:
     """Raise UserError if this rank has another commit of a model or a data set than rank 0."""
-    for setting, mine, first in _differing(plan, world, "commits", commits(plan.spec, data_sources(plan))):
+    for setting, mine, first in _differing(plan, world, "commits", commits(plan.spec, plan.data.sources)):
         raise UserError(
             f"{setting}: rank {world.rank} (host {world.host}) has {mine} in its Hub cache, rank 0 has {first}; name "
             f"the commit, as in {first or mine}"

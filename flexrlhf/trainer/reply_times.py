@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from flexrlhf.comm.world import World
 from flexrlhf.metrics import Triple
-from flexrlhf.plan.episode_processes import processes_by_rank
 from flexrlhf.plan.plan import Plan
 
 
@@ -18,7 +17,7 @@ class ReplyTimes:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._store = dist.PrefixStore(f"replies/{plan.spec.name}", world.store)
-        self._rank, self._callers = world.rank, sorted(processes_by_rank(plan))
+        self._rank, self._callers = world.rank, sorted(plan.processes.by_rank())
         self._longest: dict[int, int] = {}
         """Microseconds of the longest reply so far, by step."""
 

@@ -19,7 +19,7 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import RunData, data_digest
+from flexrlhf.plan.run_data import RunData
 from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
 from flexrlhf.runs.manifest import Progress
 from flexrlhf.runs.run_directory import RunDirectory
@@ -80,7 +80,7 @@ def choose_start(
             continue
         problems = _verified(found, world, mailbox)
         if not problems:
-            if manifest.data != data_digest(data):
+            if manifest.data != data.digest:
                 raise UserError(
                     f"checkpoint {candidate}: the training examples are others than those it was written with; "
                     f"restore the data and the tokenizer, or start a new run under another name"

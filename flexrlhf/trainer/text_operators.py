@@ -24,7 +24,6 @@ from flexrlhf.operators.columns import STEP_ENDS, TURN_ENDS, plain
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import text_encoder
 from flexrlhf.rewards.base import Sample, Scores, split_steps, step_end_tokens, step_ends
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.trainer.episode_rows import parts_of
@@ -199,7 +198,7 @@ def make_text_encoders(plan: Plan, models: Mapping[ModelName, LoadedModel]) -> d
     """Return the encoder for each role that operators on ``models``, of this rank, encode responses for."""
     here = {model.placed.role for model in models.values()}
     operators = [each for each in (*plan.graph.operators, *plan.graph.evaluation) if each.kind == "retokenize"]
-    return {role: text_encoder(plan, role) for role in {each.function for each in operators if each.role in here}}
+    return {role: plan.data.text_encoder(role) for role in {each.function for each in operators if each.role in here}}
 
 
 def retokenized(

@@ -17,7 +17,6 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.display.events import discard
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.plan.run_data import load_run_data
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.flight_record import FlightRecord
@@ -33,7 +32,7 @@ def run(spec: Spec, world: World, name: str, amount: float) -> None:
     RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
     flight = FlightRecord(plan, world, RunDirectory(spec.directory))
     meter, stops, files = MemoryMeter(world.device), StopRequests(world.store), RunFiles(world.rank == 0)
-    rank = open_rank(plan, load_run_data(plan), files, world, flight, meter, stops, discard)
+    rank = open_rank(plan, plan.data.load(), files, world, flight, meter, stops, discard)
     trainer = Trainer(rank)
     weight = rank.models["actor"].engine.weights()[name]
     with torch.no_grad():

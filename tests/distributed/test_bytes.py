@@ -26,9 +26,9 @@ def planned_bytes(outcome: Outcome) -> Counter[Key]:
                 continue
             match instruction:
                 case Move():
-                    total["move", instruction.label, instruction.chunk, step] += plan.move_bytes(instruction)
+                    total["move", instruction.label, instruction.chunk, step] += plan.traffic.move_bytes(instruction)
                 case Sync():
-                    total["sync", instruction.label, None, step] += plan.sync_bytes(instruction) or 0
+                    total["sync", instruction.label, None, step] += plan.traffic.sync_bytes(instruction) or 0
     return total
 
 

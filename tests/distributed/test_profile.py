@@ -31,7 +31,6 @@ from flexrlhf.measure.profiled_models import (
 )
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.pipeline import make_plan, make_plans
-from flexrlhf.plan.run_data import prompt_lengths, response_lengths
 
 SECONDS = 60
 DEVICE, LINKS = DeviceClass("any", 1, 1, 1, 1, 1, 1), Links(1, 1)
@@ -178,10 +177,10 @@ def test_lengths_come_from_the_data_or_are_the_maximum(tmp_path: Path, monkeypat
     """The quick start's prompts come without responses; its evaluation set has them."""
     monkeypatch.chdir(tmp_path)
     plan = make_plans([load_spec(path) for path in config_paths()])[-1]
-    assert (prompt_lengths(plan), response_lengths(plan)) == ((), ())
+    assert (plan.data.prompt_lengths(), plan.data.response_lengths()) == ((), ())
     assert set(length_sample(plan).responses) == set(range(10, 21))
     prepare_corpus()
-    responses, prompts = response_lengths(plan), prompt_lengths(plan)
+    responses, prompts = plan.data.response_lengths(), plan.data.prompt_lengths()
     assert len(set(responses)) > 5 and 10 < sum(responses) / len(responses) < 20 == max(responses)
     assert len(set(prompts)) > 2 and max(prompts) <= 16
     rows = length_sample(plan).rows(8)

@@ -60,7 +60,6 @@ from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.changes import enlarged
-from flexrlhf.plan.largest_batch import with_prompts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.strategies.instructions import Offload
@@ -1143,7 +1142,7 @@ def test_larger_batches_are_shown_with_what_they_gain(on_four_nodes: Advice) -> 
     # at the settings that it has, as planned and simulated
     (largest,) = largest_tried([found.best])
     assert largest.tried is not None and largest.largest.prompts >= 2048
-    plan = make_plan(with_prompts(found.best.candidate.spec, 2048))
+    plan = make_plan(found.best.candidate.spec.with_prompts(2048))
     assert simulate(plan, AnalyticCosts()).seconds == pytest.approx(largest.tried.seconds)
     assert LARGEST_BATCHES in text and f"--prompts 2048 takes it: {largest.gain:+.0%} samples/s" in text
     assert found.best.candidate.spec.algorithm.prompts_per_step == 128

@@ -29,7 +29,6 @@ from flexrlhf.environments.tool_calls import ToolCall, parse_calls
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.measure.environment_calls import example_call, measure_environments
-from flexrlhf.plan.episode_processes import episodes_of_process
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.user_code import worker_process
 from flexrlhf.user_code.deadline import Deadline
@@ -504,7 +503,7 @@ def test_profile_measures_replies_in_processes(tmp_path: Path, monkeypatch: pyte
     alone = make_plan(parse_spec(raw | {"environment": raw["environment"] | {"processes": 1}}))
     (found,) = measure_environments([alone], seconds=0.1)
     # as many at the same time as in the run
-    assert found.is_concurrent and len(found.resets) == episodes_of_process(alone) == 8
+    assert found.is_concurrent and len(found.resets) == alone.processes.most_episodes == 8
     (tmp_path / "slow.py").write_text(SLOW.replace("time.sleep", "time.sleeps"))
     with pytest.raises(UserError, match="no reply could be measured: .*sleeps"):
         measure_environments([plan], seconds=0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from small_runs import plan_of
 
-from flexrlhf.plan.episode_processes import processes_by_node, processes_by_rank
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.report.placement_picture import placement_picture
 
@@ -15,12 +14,12 @@ ALL = {"actor": 1, "critic": 1, "ref": 1, "reward": 1}
 def test_ranks_that_generate_share_the_processes() -> None:
     """They run on the node of their rank, each with one at least, and are printed and drawn."""
     plan = plan_of(ALL, 4, GAME, TWO, "environment.processes=6")
-    assert processes_by_rank(plan) == {0: 1, 1: 2, 2: 1, 3: 2} and processes_by_node(plan) == {0: 3, 1: 3}
+    assert plan.processes.by_rank() == {0: 1, 1: 2, 2: 1, 3: 2} and plan.processes.by_node() == {0: 3, 1: 3}
     assert "  environment   3 processes on each of nodes 0-1\n" in format_plan(plan)
     (trace,) = placement_picture(plan, "placement").figure.data
     assert trace.y[-1] == "environment" and list(trace.text[-1]) == ["3 proc."] * 4
     part = plan_of({**ALL, "actor": {"ranks": [2, 3]}}, 4, GAME, TWO, "environment.processes=1")
-    assert processes_by_rank(part) == {2: 1, 3: 1} and processes_by_node(part) == {1: 2}
+    assert part.processes.by_rank() == {2: 1, 3: 1} and part.processes.by_node() == {1: 2}
     assert "  environment   2 processes on node 1\n" in format_plan(part)
     (trace,) = placement_picture(part, "placement").figure.data
     assert list(trace.text[-1]) == ["", "", "2 proc.", "2 proc."]

@@ -134,7 +134,7 @@ def test_its_moves_have_groups_and_bytes_of_its_own_samples() -> None:
     move = evaluation_of(plan).moves[0]
     assert Group("move", move.ranks) in plan.groups
     # 8 prompts of 3 answers: 12 tokens of 4 bytes and 12 of a mask
-    assert plan.move_bytes(move, evaluation_of(plan).batch) == 8 * 3 * (12 * 4 + 12)
+    assert plan.traffic.move_bytes(move, evaluation_of(plan).batch) == 8 * 3 * (12 * 4 + 12)
     assert any("move  tokens, attention_mask  actor -> reward" in line for line in schedule_table(plan))
 
 

@@ -69,7 +69,7 @@ def test_a_sync_sends_what_hybridflow_sends(trained: int, generating: int) -> No
     split = 4 * (count_elements(shape.parameters) - count_elements(tuple(whole)))
     share = received_share(layout, generating)
     assert share == Fraction(trained - generating, trained * generating)
-    assert plan.sync_bytes(sync) == 8 * share * split
+    assert plan.traffic.sync_bytes(sync) == 8 * share * split
     assert sync.is_in_place == (trained == generating)
 
 

@@ -11,7 +11,6 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import format_simulation
-from flexrlhf.plan.largest_batch import largest_batch, longest_text, longest_text_line, with_prompts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -30,7 +29,7 @@ def with_response(spec: Spec, tokens: int) -> Spec:
 
 
 def peak_with(plan: Plan, prompts: int) -> int:
-    return peak_of(with_prompts(plan.spec, prompts))
+    return peak_of(plan.spec.with_prompts(prompts))
 
 
 def peak_of(spec: Spec) -> int:
@@ -46,12 +45,12 @@ def test_no_larger_batch_fits(name: str) -> None:
     placement, devices = PLACEMENTS[name]
     lag = int("lag" in name)
     unlimited = plan_of(placement, devices, MINI_BATCHES, f"schedule.lag={lag}")
-    assert largest_batch(unlimited) is None and LINE not in format_plan(unlimited)
+    assert unlimited.limits.largest_batch() is None and LINE not in format_plan(unlimited)
     least, wished = peak_with(unlimited, 8), peak_with(unlimited, 2000)
     for size in (least, (least + wished) // 2, wished):
         plan = plan_of(placement, devices, MINI_BATCHES, f"schedule.lag={lag}", f"cluster.memory_gb={size / 1e9!r}")
         assert plan.schedule == unlimited.schedule, "nothing is offloaded"
-        found, limit = largest_batch(plan), plan.device_bytes(0)
+        found, limit = plan.limits.largest_batch(), plan.device_bytes(0)
         assert found is not None and found.is_memory_filled and found.prompts % 4 == 0
         peaks = [peak_with(unlimited, found.prompts + more) for more in (0, 4)]
         assert limit is not None and peaks[0] <= limit < peaks[1]
@@ -67,12 +66,12 @@ def test_no_longer_text_fits(name: str) -> None:
         return plan_of(placement, devices, MINI_BATCHES, f"schedule.lag={int('lag' in name)}", *overrides)
 
     unlimited = planned()
-    assert longest_text(unlimited) is None and TEXT not in format_plan(unlimited)
+    assert unlimited.limits.longest_text() is None and TEXT not in format_plan(unlimited)
     least, wished = peak_of(unlimited.spec), peak_of(with_response(unlimited.spec, 3000))
     for size in (least, (least + wished) // 2):
         plan = planned(f"cluster.memory_gb={size / 1e9!r}")
         assert plan.schedule == unlimited.schedule, "nothing is offloaded"
-        found, limit = longest_text(plan), plan.device_bytes(0)
+        found, limit = plan.limits.longest_text(), plan.device_bytes(0)
         assert found is not None and found.limit == "by memory" and limit is not None
         peaks = [peak_of(with_response(unlimited.spec, found.response + more)) for more in (0, 1)]
         assert peaks[0] <= limit < peaks[1]
@@ -86,7 +85,7 @@ def test_settings_make_the_longest_text_longer_up_to_other_limits() -> None:
     memory = "cluster.memory_gb=0.02"
     sft = ("algorithm={name: sft}", "models.reward=null", "models.actor.init.num_hidden_layers=6", memory)
     texts = [
-        longest_text(plan_of(None, 1, *sft, *(f"models.actor.{name}=true" for name in SETTINGS[:number])))
+        plan_of(None, 1, *sft, *(f"models.actor.{name}=true" for name in SETTINGS[:number])).limits.longest_text()
         for number in range(4)
     ]
     tokens = [each.response for each in texts if each is not None]
@@ -99,7 +98,7 @@ def test_settings_make_the_longest_text_longer_up_to_other_limits() -> None:
 
 def test_a_simulation_has_the_line_of_the_plan() -> None:
     plan = plan_of(None, 1, "cluster={nodes: [{devices: 1, class: A100-80G, memory_gb: 0.02}]}")
-    (line,) = longest_text_line(plan)
+    (line,) = plan.limits.text_lines()
     printed = format_simulation(simulate(plan), costs_for(plan.spec, None))
     assert f"  {line}\n" in printed and f"  {line}\n" in format_plan(plan)
 

@@ -173,7 +173,7 @@ def test_only_adapters_and_the_scalar_head_travel_to_a_shadow() -> None:
     plan = plan_of([0.5] * 6, 2, "models.actor.lora={rank: 2}", "models.critic.lora={rank: 3}")
     numbers = {"actor": 2 * (4 * (8 + 8) + 3 * (8 + 16)), "critic": 3 * (4 * (8 + 8) + 3 * (8 + 16)) + 8}
     syncs = [x for x in plan.schedule.instructions if isinstance(x, Sync)]
-    assert {sync.source: plan.sync_bytes(sync) for sync in syncs} == {n: 4 * c for n, c in numbers.items()}
+    assert {sync.source: plan.traffic.sync_bytes(sync) for sync in syncs} == {n: 4 * c for n, c in numbers.items()}
     for role, count in numbers.items():
         parts = trained_parts(plan.placement[role], plan.shapes[role], 0)
         assert sum(part.num_elements for part in parts.values()) == count
@@ -227,7 +227,7 @@ def test_only_the_weights_that_adapters_change_travel_to_an_engine() -> None:
     """One layer: q k v o of 8 x 8 and gate up down of 8 x 16, in 2 bytes; one bucket with a checksum of 8 bytes."""
     plan = plan_of([0.5] * 6, 2, "rollout={engine: vllm, dtype: bfloat16}", "models.actor.lora={rank: 2}")
     sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync) and x.source == "actor")
-    assert plan.sync_bytes(sync) == 2 * (4 * 8 * 8 + 3 * 8 * 16)
+    assert plan.traffic.sync_bytes(sync) == 2 * (4 * 8 * 8 + 3 * 8 * 16)
 
 
 # --- apart, in an engine that adds them itself
@@ -239,7 +239,7 @@ def test_only_adapters_travel_to_an_engine_that_adds_them() -> None:
     """One layer, in 2 bytes; of the actor's value head nothing, which generation has no use for."""
     plan = plan_of([0.5] * 6, 2, SEPARATE, "models.actor.lora={rank: 2}")
     sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync) and x.source == "actor")
-    assert plan.sync_bytes(sync) == 2 * 2 * (4 * (8 + 8) + 3 * (8 + 16)) and not sync.gathers
+    assert plan.traffic.sync_bytes(sync) == 2 * 2 * (4 * (8 + 8) + 3 * (8 + 16)) and not sync.gathers
     engine, shape = plan.placement["actor.rollout"], plan.shapes["actor"]
     assert shape_of(engine, shape) is shape and set(trained_parts(engine, shape, 1)) == shape.adapters
 
@@ -254,9 +254,9 @@ def test_tensor_parallel_ranks_get_their_part_of_a_or_b(tp: int, zero: int) -> N
     stored = [sum(p.num_elements for p in trained_parts(engine, shape, rank).values()) for rank in (0, 1)]
     assert stored == [whole + split // tp] * 2
     sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync))
-    assert (plan.sync_bytes(sync) == 0) == (zero == 0)
+    assert (plan.traffic.sync_bytes(sync) == 0) == (zero == 0)
     # each rank lacks half of what it generates with
-    assert zero == 0 or tp == 2 or plan.sync_bytes(sync) == 2 * (whole + split)
+    assert zero == 0 or tp == 2 or plan.traffic.sync_bytes(sync) == 2 * (whole + split)
 
 
 @pytest.mark.parametrize(

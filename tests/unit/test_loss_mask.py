@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flexrlhf.data.examples import Example
 from flexrlhf.operators.columns import Lengths
-from flexrlhf.plan.run_data import RunData, data_digest
+from flexrlhf.plan.run_data import RunData
 from flexrlhf.trainer.step_rows import input_columns
 
 
@@ -24,7 +24,7 @@ def test_a_mask_is_part_of_the_digest_of_the_data() -> None:
     """Whoever goes on from a checkpoint with another mask trains on other data."""
     example = Example((7,), ((3, 4),), (True,))
     digests = {
-        data_digest(RunData([replace(example, trained=trained)], [], [], "", (1,), 0))
+        RunData([replace(example, trained=trained)], [], [], "", (1,), 0).digest
         for trained in ((), ((True, False),), ((False, True),))
     }
     assert len(digests) == 3

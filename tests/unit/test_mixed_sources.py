@@ -10,7 +10,6 @@ from small_runs import plan_of, spec_of
 
 from flexrlhf.data.order import MAX_BLOCK, SourceShare, mixed_indices, step_indices, whole_parts
 from flexrlhf.errors import UserError
-from flexrlhf.plan.run_data import data_sources
 
 SHARES = (SourceShare(5, 7), SourceShare(100, 2), SourceShare(1, 1))
 MIXED = "data={sources: [{path: a.jsonl, weight: 0.7}, {path: b.csv, weight: 0.3, form: question, system: Hi}]}"
@@ -63,7 +62,7 @@ def test_weights_are_whole_parts() -> None:
 
 def test_sources_have_the_settings_of_data_where_they_have_none() -> None:
     plan = plan_of(None, 1, MIXED, "data.form=pairs", "eval={path: c.parquet, columns: {prompt: q}}")
-    first, second, evaluation = data_sources(plan)
+    first, second, evaluation = plan.data.sources
     assert (first.key, first.path, first.form, first.parts) == ("data.sources.0", "a.jsonl", "pairs", 7)
     assert (second.setting, second.form, second.parts) == ("data.sources.1.path", "question", 3)
     assert first.is_training and second.is_training and not evaluation.is_training

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_runs import plan_of
 
-from flexrlhf.plan.node_traffic import SentBytes, sent_bytes
+from flexrlhf.plan.node_traffic import SentBytes
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.weights.shapes import count_elements
 
@@ -14,7 +14,7 @@ SIX = [0.5] * 6
 
 
 def test_one_node_sends_nothing() -> None:
-    assert sent_bytes(plan_of([1, 1, 1, 1], 4)) == {}
+    assert plan_of([1, 1, 1, 1], 4).traffic.sent == {}
     assert "between nodes" not in format_plan(plan_of([1, 1, 1, 1], 4))
 
 
@@ -24,12 +24,12 @@ def test_replicas_send_their_gradients_once_for_each_optimizer_step(zero: int) -
     stages = [f"models.{role}.zero={zero}" for role in ("actor", "critic")]
     plan = plan_of([1, 1, 1, 1], 4, TWO_NODES, "algorithm.num_mini_batches=4", "algorithm.epochs=2", *stages)
     size = sum(4 * count_elements(plan.shapes[role].trained) for role in ("actor", "critic"))
-    assert sent_bytes(plan) == {node: SentBytes(gradients=8 * size) for node in (0, 1)}
+    assert plan.traffic.sent == {node: SentBytes(gradients=8 * size) for node in (0, 1)}
 
 
 def test_a_split_sends_weights_one_way_and_rows_the_other() -> None:
     plan = plan_of(SIX, 4, TWO_NODES, "sync.every=4")
-    found = sent_bytes(plan)
+    found = plan.traffic.sent
     size = sum(4 * count_elements(plan.shapes[role].trained) for role in ("actor", "critic"))
     # once for both replicas of each shadow, every fourth step
     assert found[0] == SentBytes(weights=size / 4)
@@ -38,13 +38,13 @@ def test_a_split_sends_weights_one_way_and_rows_the_other() -> None:
 
 def test_weights_of_an_unknown_architecture_are_not_counted() -> None:
     plan = plan_of(SIX, 4, TWO_NODES, "models.critic.init.model_type=gemma")
-    assert sent_bytes(plan)[0].weights == 4 * count_elements(plan.shapes["actor"].trained)
+    assert plan.traffic.sent[0].weights == 4 * count_elements(plan.shapes["actor"].trained)
     assert "? B" in format_plan(plan)
 
 
 def test_shards_that_passes_gather_are_named() -> None:
     plan = plan_of([1, 1, 1, 1], 4, TWO_NODES, "models.critic.zero=3")
-    critic = sent_bytes(plan)[0]
+    critic = plan.traffic.sent[0]
     assert critic.passes == ("critic",)
     actor = 4 * count_elements(plan.shapes["actor"].trained)
     assert critic.gradients == plan.batch.num_mini_batches * actor
@@ -58,11 +58,11 @@ def test_shards_in_nodes_send_their_gradients_once_and_no_weights(zero: int) -> 
         [1, 1, 1, 1], 4, TWO_NODES, f"models.critic={{zero: {zero}, shard: node}}", "models.ref={zero: 3, shard: node}"
     )
     size = sum(4 * count_elements(plan.shapes[role].trained) for role in ("actor", "critic"))
-    assert sent_bytes(plan) == {node: SentBytes(gradients=plan.batch.num_mini_batches * size) for node in (0, 1)}
+    assert plan.traffic.sent == {node: SentBytes(gradients=plan.batch.num_mini_batches * size) for node in (0, 1)}
 
 
 def test_tensor_parallel_ranks_share_the_link() -> None:
     plan = plan_of([1, 1, 1, 1], 4, TWO_NODES, "models.critic.tp=2")
     whole = plan_of([1, 1, 1, 1], 4, TWO_NODES)
     # norms, which are not split, are sent by both
-    assert sent_bytes(whole)[0].gradients <= sent_bytes(plan)[0].gradients < 1.2 * sent_bytes(whole)[0].gradients
+    assert whole.traffic.sent[0].gradients <= plan.traffic.sent[0].gradients < 1.2 * whole.traffic.sent[0].gradients

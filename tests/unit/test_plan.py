@@ -57,16 +57,16 @@ def test_bytes_of_the_moves_of_interleaving() -> None:
     plan = plan_of([1, 1, 0.5, 0.5], 2, "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2")
     out, back = [x for x in plan.schedule.instructions if isinstance(x, Move)]
     assert out.columns == ("tokens", "attention_mask")
-    assert plan.move_bytes(out) == (4 + 4) * 12 * (4 + 1)
+    assert plan.traffic.move_bytes(out) == (4 + 4) * 12 * (4 + 1)
     assert back.columns == ("ref_logprobs", "scores")
-    assert plan.move_bytes(back) == 4 * (8 * 4) + 4 * 4
+    assert plan.traffic.move_bytes(back) == 4 * (8 * 4) + 4 * 4
 
 
 def test_a_column_with_a_value_after_the_text_is_one_wider() -> None:
     plan = plan_of([0.5] * 4, 2, "algorithm.prompts_per_step=4")
     back = next(x for x in plan.schedule.instructions if isinstance(x, Move) and "values" in x.columns)
     assert back.columns == ("scores", "values")
-    assert plan.move_bytes(back) == 4 * 4 + 4 * (8 + 1) * 4
+    assert plan.traffic.move_bytes(back) == 4 * 4 + 4 * (8 + 1) * 4
 
 
 def weight_bytes(plan: Plan, rank: int) -> dict[str, int | None]:
@@ -85,7 +85,11 @@ def test_weights_held_by_each_rank() -> None:
 def test_bytes_of_a_sync(devices: int, copies: int) -> None:
     plan = plan_of([0.5] * 6, devices)
     sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync))
-    assert plan.sync_bytes(sync) == sum(plan.sync_links(sync).values()) == copies * TINY_ACTOR_PARAMETERS * 4
+    assert (
+        plan.traffic.sync_bytes(sync)
+        == sum(plan.traffic.sync_links(sync).values())
+        == copies * TINY_ACTOR_PARAMETERS * 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +200,7 @@ def test_a_model_that_an_earlier_run_will_write_need_not_exist() -> None:
 def test_an_unknown_architecture_has_no_shape_before_it_is_loaded() -> None:
     plan = plan_of([0.5] * 6, 2, "models.actor.init={model_type: gpt2}")
     sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync))
-    assert plan.sync_bytes(sync) is None
+    assert plan.traffic.sync_bytes(sync) is None
     assert weight_bytes(plan, 0)["actor"] is None
 
 

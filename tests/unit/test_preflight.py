@@ -41,7 +41,6 @@ from flexrlhf.measure.host_checks import check_devices
 from flexrlhf.measure.job_checks import judge
 from flexrlhf.measure.network import partner_of, rounds_of_pairs
 from flexrlhf.memory.transfer_bytes import saved_bytes
-from flexrlhf.plan.node_traffic import sent_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import needed_extras, needed_libraries
 from flexrlhf.runs.free_space import check_free_space, disk_demands, planned_disk, present_directory
@@ -235,7 +234,7 @@ def test_a_link_that_takes_longer_than_a_step_is_a_warning() -> None:
     """Of CPU ranks no bandwidth is planned, but the bytes of their steps are known."""
     nodes = "cluster={nodes: [{count: 2, devices: 1}], device: cpu}"
     on_cpus = plan_of("[1,1,0.5,0.5]", 2, nodes)
-    sent = max(each.rows + each.weights + each.gradients for each in sent_bytes(on_cpus).values())
+    sent = max(each.rows + each.weights + each.gradients for each in on_cpus.traffic.sent.values())
     for gb_s, result in ((10.0, "ok"), (1e-5, "warning")):
         check = named(on_cpus, job(on_cpus, links=(LinkFacts((0, 1), 1, gb_s),)), "links")
         assert check.result == result and f" in a step of test take {sent / gb_s / 1e9:.3g} s" in check.seen, check

@@ -55,7 +55,7 @@ def test_rows_move_to_the_ranks_that_the_function_gives_them_and_no_others() -> 
     for transfer in (each for move in moves for each in move.transfers):
         carried[transfer.column][transfer.source, transfer.destination] = transfer.prompts
     assert carried == {"tokens": there, "attention_mask": there, "values": back}
-    sent = sum(map(plan.move_bytes, moves))
+    sent = sum(map(plan.traffic.move_bytes, moves))
     assert sent == 4 * sum(map(plan.lengths.row_bytes, carried))
 
 

@@ -19,7 +19,6 @@ from flexrlhf.data.files import Row, is_present, read_rows
 from flexrlhf.data.text_rows import read_texts
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import absent_line
-from flexrlhf.plan.run_data import data_sources
 from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.checks import check_columns, check_sources
 from flexrlhf.rewards.scorer import Scorer
@@ -123,7 +122,7 @@ def test_without_the_library_rows_and_rule_name_the_extra(monkeypatch: pytest.Mo
     )
     plan = plan_of(None, 2, "data.path=reasoning-gym:chain_sum")
     assert not is_present(plan.spec.data.path or "")
-    assert absent_line(data_sources(plan)[0]) == (
+    assert absent_line(plan.data.sources[0]) == (
         "data: reasoning-gym:chain_sum needs reasoning-gym (flexrlhf[reasoning]): no rows are checked"
     )
 

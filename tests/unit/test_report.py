@@ -318,10 +318,10 @@ def test_bytes_are_those_of_the_plan_and_of_the_timeline() -> None:
     plan = fast_plan(HALVES)
     spans = [replace(span) for span in simulated(plan).spans(4)]
     edges = edge_bytes(plan, spans, [StepTime(step, 0.0, 1.0) for step in (1, 2)])
-    moves = {each.label: plan.move_bytes(each) for each in plan.schedule.instructions if isinstance(each, Move)}
+    moves = {each.label: plan.traffic.move_bytes(each) for each in plan.schedule.instructions if isinstance(each, Move)}
     assert {each.label: each.planned for each in edges if each.kind == "move"} == moves
     assert {each.label: each.measured for each in edges if each.kind == "move"} == pytest.approx(moves)
-    syncs = {each.label: plan.sync_bytes(each) for each in plan.schedule.instructions if isinstance(each, Sync)}
+    syncs = {each.label: plan.traffic.sync_bytes(each) for each in plan.schedule.instructions if isinstance(each, Sync)}
     assert {each.label: each.planned for each in edges if each.kind == "sync"} == syncs
     assert edge_bytes(None, spans, [StepTime(1, 0.0, 1.0)])[0].planned is None
     assert between_nodes(plan) == []

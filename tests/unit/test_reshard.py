@@ -98,7 +98,7 @@ def test_bytes_of_a_sync_from_shards_to_tensor_parallel_parts() -> None:
     plan = plan_of(SIX, 4, *CROSSED)
     sync = sync_of(plan, "actor")
     assert not sync.gathers and not sync.is_in_place
-    assert plan.sync_bytes(sync) == 4 * 2 * (TINY_CUT // 2 + TINY_WHOLE)
+    assert plan.traffic.sync_bytes(sync) == 4 * 2 * (TINY_CUT // 2 + TINY_WHOLE)
 
 
 def test_bytes_are_the_same_whichever_library_cuts_in_halves() -> None:
@@ -106,7 +106,9 @@ def test_bytes_are_the_same_whichever_library_cuts_in_halves() -> None:
     torch_, deepspeed = (
         plan_of(SIX, 4, f"models.actor.engine={engine}", "models.actor.zero=3") for engine in ("torch", "deepspeed")
     )
-    assert torch_.sync_bytes(sync_of(torch_, "actor")) == deepspeed.sync_bytes(sync_of(deepspeed, "actor"))
+    assert torch_.traffic.sync_bytes(sync_of(torch_, "actor")) == deepspeed.traffic.sync_bytes(
+        sync_of(deepspeed, "actor")
+    )
 
 
 # --- groups
@@ -198,7 +200,7 @@ def engine_sync(placement: object, devices: int, *overrides: str) -> tuple[Plan,
 def test_in_place_nothing_crosses(overrides: tuple[str, ...]) -> None:
     plan, sync = engine_sync(None, 2, *overrides)
     assert sync.is_in_place
-    assert (sync.ranks, sync.gathers, plan.sync_bytes(sync)) == ((0, 1), (), 0)
+    assert (sync.ranks, sync.gathers, plan.traffic.sync_bytes(sync)) == ((0, 1), (), 0)
 
 
 @pytest.mark.parametrize("engine", ["torch", "deepspeed"])
@@ -208,14 +210,14 @@ def test_on_the_same_ranks_the_other_half_comes_in_the_type_of_the_engine(
 ) -> None:
     plan, sync = engine_sync(None, 2, f"models.actor.engine={engine}", "models.actor.zero=3", *overrides)
     assert not sync.gathers and not sync.is_in_place
-    assert plan.sync_bytes(sync) == 2 * item * TINY_ALL // 2
+    assert plan.traffic.sync_bytes(sync) == 2 * item * TINY_ALL // 2
 
 
 def test_on_the_same_ranks_replicas_get_the_other_half_of_what_is_split() -> None:
     """Two replicas of two ranks each: all have the norms and the embedding whole."""
     plan, sync = engine_sync(None, 4, "models.actor.tp=2")
     assert not sync.gathers and not sync.is_in_place
-    assert plan.sync_bytes(sync) == 4 * 4 * TINY_CUT // 2
+    assert plan.traffic.sync_bytes(sync) == 4 * 4 * TINY_CUT // 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -224,10 +226,10 @@ def test_to_merge_shards_adapters_are_gathered_in_float32(dtype: str) -> None:
     lora = ("models.actor.lora={rank: 2}", "models.actor.zero=3", f"rollout.dtype={dtype}")
     adapters, item = 2 * (4 * (8 + 8) + 3 * (8 + 16)), 4 if dtype == "float32" else 2
     plan, sync = engine_sync(None, 2, *lora)
-    assert plan.sync_bytes(sync) == 2 * 4 * adapters // 2 + item * TINY_LINEAR
+    assert plan.traffic.sync_bytes(sync) == 2 * 4 * adapters // 2 + item * TINY_LINEAR
     plan, sync = engine_sync(SIX, 4, *lora)
     assert sync.gathers == ((0, 1),)
-    assert plan.sync_bytes(sync) == 2 * 4 * adapters // 2 + 2 * item * TINY_LINEAR
+    assert plan.traffic.sync_bytes(sync) == 2 * 4 * adapters // 2 + 2 * item * TINY_LINEAR
 
 
 def test_an_engine_cuts_embedding_and_head_along_a_padded_vocabulary() -> None:
@@ -244,4 +246,4 @@ def test_an_engine_apart_is_sent_its_part() -> None:
     """Each of two ranks gets what it holds; the first of them all the words."""
     plan, sync = engine_sync(SIX, 4, "rollout.tp=2")
     assert not sync.is_in_place
-    assert plan.sync_bytes(sync) == 4 * (2 * TINY_LINEAR // 2 + 2 * 3 * 8 + 2 * 32 * 8)
+    assert plan.traffic.sync_bytes(sync) == 4 * (2 * TINY_LINEAR // 2 + 2 * 3 * 8 + 2 * 32 * 8)

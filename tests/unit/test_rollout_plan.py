@@ -282,7 +282,7 @@ def test_stages_keep_what_their_ranks_train(trained: tuple[str, ...], rollout: s
         trains, generates = (parts_on(model, plan.shapes["actor"], rank) for model in (actor, engine))
         assert trains.keys() <= generates.keys()
     (sync,) = (x for x in plan.schedule.instructions if isinstance(x, Sync))
-    assert bool(plan.sync_bytes(sync)) == sent
+    assert bool(plan.traffic.sync_bytes(sync)) == sent
 
 
 # --- rows

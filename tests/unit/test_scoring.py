@@ -25,7 +25,7 @@ from flexrlhf.objectives.context import Columns
 from flexrlhf.objectives.reward_shaping import last_positions
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.run_tokenizer import ResponseText, response_text
+from flexrlhf.plan.run_tokenizer import ResponseText
 from flexrlhf.trainer.operator_context import sampled_ids
 from flexrlhf.trainer.text_operators import ExternalScorers, make_external_scorers
 
@@ -116,7 +116,7 @@ def tokenizer() -> Any:
 
 
 def text_of(tokenizer: Any, *overrides: str, ends: Sequence[str] = ("<pad>", "<eos>")) -> ResponseText:
-    return response_text(spec_of(None, 1, *overrides), tokenizer, tokenizer.convert_tokens_to_ids(list(ends)))
+    return ResponseText.of(spec_of(None, 1, *overrides), tokenizer, tokenizer.convert_tokens_to_ids(list(ends)))
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:

@@ -142,8 +142,8 @@ def test_no_weights_cross_to_copies_on_the_same_nodes() -> None:
     others = dict.fromkeys(("ref_logprobs", "values", "scores", "train_critic"), {"ranks": "0-3"})
     plan = plan_of({"operators": placed | others}, 4, TWO_NODES)
     sync = next(each for each in plan.schedule.instructions if isinstance(each, Sync))
-    assert plan.sync_links(sync)
-    assert all(source // 2 == destination // 2 for source, destination in plan.sync_links(sync))
+    assert plan.traffic.sync_links(sync)
+    assert all(source // 2 == destination // 2 for source, destination in plan.traffic.sync_links(sync))
 
 
 @pytest.mark.parametrize(("nodes", "network"), [(2, 25.0), (8, 25.0), (8, None)])

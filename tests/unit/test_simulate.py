@@ -25,7 +25,7 @@ from flexrlhf.guideline.simulation.compare import compare, read_run
 from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths, lengths_for, longest_lengths
 from flexrlhf.guideline.simulation.measured_run import RunRecord, reply_times
 from flexrlhf.guideline.simulation.pricing import Pricer
-from flexrlhf.guideline.simulation.simulate import Simulation, flows_of, simulate, write_timeline
+from flexrlhf.guideline.simulation.simulate import Simulation, simulate, write_timeline
 from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds, walk_steps
 from flexrlhf.placement.devices import DeviceClass
@@ -264,7 +264,7 @@ def test_rare_instructions_do_not_count_in_the_seconds_of_a_step(plan: Plan) -> 
 def test_bytes_between_nodes_are_those_of_the_plan(plan: Plan) -> None:
     found = simulate(plan, Fixed()).node_bytes.values()
     moved = sum(
-        plan.move_bytes(x) for x in plan.schedule.instructions if hasattr(x, "transfers") and hasattr(x, "edge")
+        plan.traffic.move_bytes(x) for x in plan.schedule.instructions if hasattr(x, "transfers") and hasattr(x, "edge")
     )
     assert sum(node.within + node.sent for node in found) >= moved
     assert sum(node.sent for node in found) == sum(node.received for node in found)
@@ -276,7 +276,7 @@ def test_bytes_between_nodes_are_those_of_the_plan(plan: Plan) -> None:
 def test_bytes_of_a_sync_are_those_of_the_plan(tp: int) -> None:
     plan = whole_plan_of([0.5] * 6, 4, "sync.checksum=false", f"models.actor={{init: {json.dumps(TINY)}, tp: {tp}}}")
     for sync in (x for x in plan.schedule.instructions if isinstance(x, Sync)):
-        assert sum(flow.size for flow in flows_of(plan, sync)) == plan.sync_bytes(sync)
+        assert sum(flow.size for flow in plan.traffic.flows(sync)) == plan.traffic.sync_bytes(sync)
 
 
 # --- what the cost model is asked
@@ -427,7 +427,7 @@ def test_a_move_is_priced_for_the_rows_that_it_moves(sampling: str, segment: str
     costs = Fixed()
     for move in moves:
         Pricer(plan, costs, longest_lengths(plan)).price(move)
-    assert moves and [traffic.total for traffic in costs.traffic] == list(map(plan.move_bytes, moves))
+    assert moves and [traffic.total for traffic in costs.traffic] == list(map(plan.traffic.move_bytes, moves))
 
 
 def test_traffic_is_that_of_the_busiest_rank_and_node() -> None:
@@ -437,7 +437,7 @@ def test_traffic_is_that_of_the_busiest_rank_and_node() -> None:
     rows = [x for x in plan.schedule.instructions if hasattr(x, "edge")]
     tokens = costs.traffic[0]
     # both inference ranks are on the second node, and both training ranks on the first
-    assert (tokens.within, tokens.across) == (0, plan.move_bytes(rows[0]))
+    assert (tokens.within, tokens.across) == (0, plan.traffic.move_bytes(rows[0]))
     assert costs.traffic[-1].across > 0
 
 

@@ -18,7 +18,6 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.class_checks import class_facts
 from flexrlhf.environments.tool_schemas import check_class, has_code, make_schemas, tool_schemas
 from flexrlhf.errors import UserError
-from flexrlhf.plan.run_data import load_run_data, present_inspections, turn_tokens
 
 OWN = '''
 import os
@@ -255,9 +254,9 @@ def test_the_prompts_of_a_run_have_its_tools(tmp_path: Path) -> None:
 
     expected = tokenizer.apply_chat_template(turns, tools=[add], add_generation_prompt=True)["input_ids"]
     run = plan("benchmarks.peers.trl_turns:add")
-    (example,) = load_run_data(run).examples
+    (example,) = run.data.load().examples
     assert list(example.prompt) == expected and example.turns
-    assert list(turn_tokens(run, tokenizer).prompt(example, ())) == expected
-    ((_, found),) = present_inspections(run, ())
+    assert list(run.data.turn_tokens(tokenizer).prompt(example, ())) == expected
+    ((_, found),) = run.data.inspections(())
     assert found.counts.prompts == (len(expected),)
-    assert list(present_inspections(plan(f"{tmp_path}/later.py:add"), ())) == []
+    assert list(plan(f"{tmp_path}/later.py:add").data.inspections(())) == []

@@ -13,7 +13,7 @@ from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.proposals import choose_settings, in_space
 from flexrlhf.guideline.advice.refinement import refined
 from flexrlhf.guideline.advice.space import Space, make_space
-from flexrlhf.plan.largest_batch import LargestBatch, largest_batch, with_prompts
+from flexrlhf.plan.largest_batch import LargestBatch
 
 LARGEST = 16
 """Most times that a batch is enlarged."""
@@ -84,7 +84,7 @@ def largest_tried(items: Sequence[FeasibleCandidate]) -> list[LargestTried]:
     """Return ``items`` with their largest batches, on devices of known memory."""
     found = []
     for item in items:
-        largest, prompts = largest_batch(item.plan), item.plan.spec.algorithm.prompts_per_step
+        largest, prompts = item.plan.limits.largest_batch(), item.plan.spec.algorithm.prompts_per_step
         if largest is not None:
             grown = min(largest.prompts, LARGEST * prompts)
             found.append(LargestTried(item, largest, _grown(item, grown) if grown > prompts else None))
@@ -121,7 +121,7 @@ def _larger_space(item: FeasibleCandidate, prompts: int, known: list[OptionEnume
     """Return the space of a placement with as many prompts a step; None if they cannot be planned."""
     space = item.candidate.space
     try:
-        spec = with_prompts(space.spec, prompts)
+        spec = space.spec.with_prompts(prompts)
         plain = make_space(spec, space.costs, space.lengths, space.pending, known=known)
     except UserError:
         return None

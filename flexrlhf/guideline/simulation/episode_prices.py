@@ -11,7 +11,6 @@ from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.simulation.calls import replica_rows
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.plan.episode_processes import processes_by_node, processes_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 
@@ -21,7 +20,7 @@ def crowding(plan: Plan, computing: float) -> float:
 
     ``computing``: share of its time in which a process computes. Machines without ``cores`` have enough.
     """
-    cores = ((count, plan.cluster.cores(node)) for node, count in processes_by_node(plan).items())
+    cores = ((count, plan.cluster.cores(node)) for node, count in plan.processes.by_node().items())
     return max([1.0, *(count * computing / found for count, found in cores if found is not None)])
 
 
@@ -77,7 +76,7 @@ class EpisodePrices:
         return self.crowding * max(
             self.times.seconds(
                 sum(rows) if is_reset else self.rows(sum(rows), run.turn),
-                max(1, processes_of(self.settings, layout, replica) // lanes),
+                max(1, self.settings.processes_of(replica, layout.dp) // lanes),
                 is_reset,
             )
             for replica, rows in replica_rows(self.batch, layout, run.mini_batches).items()

@@ -203,9 +203,8 @@ def lengths_for(
 def lengths_in_data(plan: Plan) -> TextLengths:
     """Return a sample of the lengths in the data, with the longest prompt: of responses that it lacks usual ones, and
     without data the longest."""
-    from flexrlhf.plan.run_data import prompt_lengths, response_lengths
 
-    prompts, responses = prompt_lengths(plan), response_lengths(plan)
+    prompts, responses = plan.data.prompt_lengths(), plan.data.response_lengths()
     if not prompts:
         return TextLengths(plan.lengths.prompt, responses or (plan.lengths.response,))
     # of responses nothing is known but their limit: exponentially distributed, those above the limit cut there

@@ -31,9 +31,9 @@ from flexrlhf.guideline.simulation.walk import (
 )
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.placed import ModelName
-from flexrlhf.plan.node_traffic import Flow, NodeBytes, bytes_by_node, move_flows, sync_flows
+from flexrlhf.plan.node_traffic import NodeBytes
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
+from flexrlhf.strategies.instructions import Instruction, Move, Run
 from flexrlhf.timeline import Span, Trace
 
 PARTS: Mapping[CallKind, StepPart] = {"generate": "generation", "train": "training", "forward": "other calls"}
@@ -149,12 +149,9 @@ class Simulation:
     @cached_property
     def node_bytes(self) -> Mapping[int, NodeBytes]:
         """Bytes of a step by node, of moves and syncs; exchanges inside a call are not included."""
-        return bytes_by_node(self._flows(), self.plan.cluster)
-
-    def _flows(self) -> Iterator[tuple[Flow, float]]:
-        for item in self.regular:
-            for flow in flows_of(self.plan, item.instruction):
-                yield flow, 1 / item.every
+        traffic = self.plan.traffic
+        flows = ((flow, 1 / item.every) for item in self.regular for flow in traffic.flows(item.instruction))
+        return traffic.by_node(flows)
 
     def walked(self, steps: int, with_rare: bool = True) -> WalkResult:
         """Walk a run of ``steps`` steps from its start, with Save and Eval when they are due."""
@@ -284,19 +281,10 @@ def write_timeline(simulation: Simulation, path: Path, steps: int) -> None:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
 
 
-def flows_of(plan: Plan, instruction: Instruction) -> Iterator[Flow]:
-    """Yield the bytes that an instruction sends from rank to rank."""
-    match instruction:
-        case Move():
-            yield from move_flows(plan, instruction)
-        case Sync():
-            yield from sync_flows(plan, instruction)
-
-
 def _sent(plan: Plan, instruction: Instruction) -> Mapping[int, int]:
     sent: dict[int, int] = defaultdict(int)
     if isinstance(instruction, Move):
-        for flow in move_flows(plan, instruction):
+        for flow in plan.traffic.flows(instruction):
             sent[flow.source] += flow.size
     return sent
 

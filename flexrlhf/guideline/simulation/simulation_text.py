@@ -17,7 +17,6 @@ from flexrlhf.guideline.simulation.simulate import Simulation, TimeShares
 from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction
 from flexrlhf.guideline.simulation.usage import Prices, usage_of
 from flexrlhf.guideline.simulation.usage_text import usage_lines
-from flexrlhf.plan.largest_batch import longest_text_line
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
 from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, span_of
@@ -67,7 +66,7 @@ def _head(simulation: Simulation, source: CostSource, prices: Prices | None) -> 
         *_copies(simulation),
         *_environments(simulation, source),
         *load_lines(simulation, source.costs),
-        *longest_text_line(plan),
+        *plan.limits.text_lines(),
     ]
     return _titled(title, lines)
 
@@ -166,8 +165,8 @@ def _notes(plan: Plan, items: list[PricedInstruction], total: Cost) -> list[str]
 def _crossing(plan: Plan, instruction: Instruction) -> int:
     """Return the bytes that cross between ranks."""
     if isinstance(instruction, Move):
-        return plan.move_bytes(instruction)
-    return (plan.sync_bytes(instruction) or 0) if isinstance(instruction, Sync) else 0
+        return plan.traffic.move_bytes(instruction)
+    return (plan.traffic.sync_bytes(instruction) or 0) if isinstance(instruction, Sync) else 0
 
 
 def _sum(costs: Iterable[Cost]) -> dict[str, float]:
