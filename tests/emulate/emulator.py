@@ -205,7 +205,8 @@ class Rank:
             case Offload():
                 # if ranks forward to each other, a copy is not stored for one of them
                 is_sent_on = instruction.model in self._sync_plans and self._sync_plans[instruction.model].is_sent_on
-                self._weights(instruction.model, is_stored=not is_sent_on)
+                # weights that are lent follow the others when they are given back
+                self._weights(instruction.model, is_stored=not is_sent_on, is_whole=False)
                 self._check_nothing_begun(instruction.model)
                 self._offloaded.add(instruction.model)
                 self._synchronize("offload", instruction.model)
@@ -557,13 +558,18 @@ class Rank:
 
     # Weights -----------------------------------------------------------------------------------------------------
 
-    def _weights(self, model: str, is_stored: bool = True) -> Value:
-        """The weights that this rank's part belongs to. ``is_stored``: whether received weights are stored for this."""
+    def _weights(self, model: str, is_stored: bool = True, is_whole: bool = True) -> Value:
+        """The weights that this rank's part belongs to.
+
+        is_stored:  whether received weights are stored for this.
+        is_whole:   whether all of them have to be there, also those that a copy may have borrowed.
+        """
         if is_stored:
             self._store([model])
         assert model in self.trace.weights, f"{model} has no weights on rank {self.number}"
         assert model not in self._offloaded, f"{model} waits in host memory on rank {self.number}"
-        assert not self._borrowers(model, "lent"), f"{model} has lent weights to {self._borrowers(model, 'lent')}"
+        borrowers = self._borrowers(model, "lent") if is_whole else []
+        assert not borrowers, f"{model} has lent weights to {borrowers}"
         return self.trace.weights[model]
 
     def _borrowers(self, model: str, kind: Literal["views", "lent"]) -> list[str]:
