@@ -78,6 +78,10 @@ class EpisodeCall:
         """Number of the call in its episode; 0 is the reset."""
         return len(self.turns) + self.is_ended
 
+    def ends_with(self, reply: EpisodeReply) -> bool:
+        """Return whether no call of the episode follows ``reply``."""
+        return self.is_last or self.is_ended or reply.is_done or reply.failure is not None
+
 
 @dataclass(frozen=True)
 class EpisodeReply:

@@ -84,7 +84,7 @@ class EpisodeProcess:
             step = max(call.key[0] for call in calls)
             self._open = {key for key in self._open if not is_stale(key, step)}
             for call, reply in zip(calls, replies, strict=True):
-                (self._open.discard if is_over(call, reply) else self._open.add)(call.key)
+                (self._open.discard if call.ends_with(reply) else self._open.add)(call.key)
             if not self._open:
                 self._clean_up(deadline)
             return replies
@@ -243,11 +243,6 @@ def make_process(settings: EnvironmentSpec) -> EpisodeProcess:
     options = json.dumps(settings.options, default=str)
     setup = Setup(settings.path, settings.tools, options, settings.tool_format, settings.timeout_seconds)
     return EpisodeProcess(setup, ProcessLimits(settings.memory_mb, settings.open_files), settings.name)
-
-
-def is_over(call: EpisodeCall, reply: EpisodeReply) -> bool:
-    """Return whether no call of an episode follows."""
-    return call.is_last or call.is_ended or reply.is_done or reply.failure is not None
 
 
 def _decided(reply: EpisodeReply) -> EpisodeReply:

@@ -9,7 +9,7 @@ from threading import Lock
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
-from flexrlhf.environments.episode_process import EpisodeProcess, Key, is_over, make_process
+from flexrlhf.environments.episode_process import EpisodeProcess, Key, make_process
 from flexrlhf.environments.sessions import is_stale
 from flexrlhf.user_code.deadline import Deadline
 
@@ -49,7 +49,7 @@ class Episodes:
             }
         with self._lock:
             for index, reply in replies.items():
-                if is_over(calls[index], reply):
+                if calls[index].ends_with(reply):
                     del self._places[calls[index].key]
         return [replies[index] for index in range(len(calls))]
 

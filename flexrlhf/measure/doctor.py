@@ -10,10 +10,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from flexrlhf.errors import RankFailure, RunStopped, UserError
@@ -29,13 +31,7 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.fingerprints import (
-    cpu_builds,
-    declared_requirements,
-    needed_extras,
-    needed_libraries,
-    tested_versions,
-)
+from flexrlhf.runs.fingerprints import cpu_builds, needed_requirements
 from flexrlhf.runs.free_space import disk_demands
 from flexrlhf.runs.resume import Resumption
 from flexrlhf.user_code.process_directories import process_directory
@@ -186,10 +182,9 @@ def _input_problem(plans: Sequence[Plan], device: str) -> str:
 
 def check_libraries(plans: Sequence[Plan]) -> Check:
     """Check the libraries of this machine against the needs of ``plans``."""
-    declared = declared_requirements()
-    if declared is None:
+    needed = needed_requirements(plans)
+    if needed is None:
         return Check(NAME, "warning", "the ranges of versions are unknown", "install this package with pip")
-    needed = needed_libraries(needed_extras(plans), declared)
     return judge_libraries(needed, {each.name: _installed(each.name) for each in needed})
 
 
@@ -208,6 +203,12 @@ def judge_libraries(needed: Sequence[Requirement], installed: Mapping[str, str |
         return Check(NAME, "warning", ", ".join(newer), f"pip install {_command(needed, newer)}")
     main = [each.name for each in needed if each.name in ("torch", "transformers") or each.marker is not None]
     return Check(NAME, "ok", ", ".join(_as_tested(name, installed[name] or "", tested_versions()) for name in main))
+
+
+def tested_versions() -> dict[str, str]:
+    """Return the versions that the tests have passed with, by canonical name: ``constraints.txt``."""
+    lines = files("flexrlhf").joinpath("constraints.txt").read_text().splitlines()
+    return {canonicalize_name(name): found for name, found in (line.split("==") for line in lines)}
 
 
 def _as_tested(name: str, found: str, tested: Mapping[str, str]) -> str:

@@ -13,7 +13,6 @@ from typing import Any, get_args
 from flexrlhf.config.environment_settings import EnvironmentSpec, ToolFormat
 from flexrlhf.data.examples import Example
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
-from flexrlhf.environments.episode_process import is_over
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
@@ -88,7 +87,7 @@ def _measured(
                         is_last=len(call.turns) + 1 == environment.max_turns,
                     )
                     for call, reply in zip(calls, replies, strict=True)
-                    if not is_over(call, reply)
+                    if not call.ends_with(reply)
                 ]
                 if not calls:
                     break

@@ -201,6 +201,23 @@ class PlacedModel:
         """Whether keys and values have memory of their own between calls; else a call allocates them."""
         return self.rollout is not None and self.facts.cache_block > 0
 
+    @property
+    def zero_text(self) -> str:
+        """ZeRO stage, and whether each node stores all shards."""
+        return f"{self.settings.zero}" + " in each node" * self.is_sharded_in_nodes
+
+    @property
+    def computing_text(self) -> str:
+        """Engine, and sharding and dtype if they are not the default."""
+        settings, layout = self.settings, self.layout
+        degrees = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
+        shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        shown += [f"zero {self.zero_text}"] if settings.zero else []
+        shown += [settings.dtype] if settings.dtype != "float32" else []
+        shown += ["lora"] if settings.lora is not None else []
+        shown += ["child process"] if self.rollout is not None and self.rollout.process == "child" else []
+        return " ".join([settings.engine, *shown])
+
     def key(self, setting: str) -> str:
         """Return the YAML key of ``setting``; settings that a copy's section lacks are its role's."""
         return ".".join(self._place_of(setting))

@@ -30,7 +30,7 @@ def placement_lines(plan: Plan) -> list[str]:
         where = ", ".join(f"node {node} ({name})" for node, name in sorted(devices))
         trained = "trained" if model.trained else "follows " + model.role if model.follows else "frozen"
         head = f"{model.name:<{width}}{ranks_text(model.ranks):<12}"
-        lines.append(f"{head} {where:<22} {computing_text(model):<28} {trained}{_computed(plan, model)}")
+        lines.append(f"{head} {where:<22} {model.computing_text:<28} {trained}{_computed(plan, model)}")
         lines += [f"{'':<{width}}{line}" for line in _stages(model, plan.shapes.get(model.role))]
         lines += [f"{'':<{width}}{line}" for line in _reused(plan, model)]
         if model.trained and model.settings.lora is not None and model.settings.lora.new is not None:
@@ -148,22 +148,3 @@ def _computed(plan: Plan, model: PlacedModel) -> str:
     names = [name + tokens.get(name, "") for name, copy in plan.placement.operators.items() if copy == model.name]
     names += ["generate"] if model.is_hybrid and not names else []
     return (": " + ", ".join(names) if names else "") + (", released after it" if model.is_transient else "")
-
-
-def computing_text(model: PlacedModel) -> str:
-    """Return the engine, and sharding and dtype if they are not the default."""
-    settings, layout = model.settings, model.layout
-    shown = [f"dp {layout.dp}"] if layout.dp > 1 else []
-    shown += [f"cp {layout.cp}"] if layout.cp > 1 else []
-    shown += [f"tp {layout.tp}"] if layout.tp > 1 else []
-    shown += [f"pp {layout.pp}"] if layout.pp > 1 else []
-    shown += [f"zero {zero_text(model)}"] if settings.zero else []
-    shown += [settings.dtype] if settings.dtype != "float32" else []
-    shown += ["lora"] if settings.lora is not None else []
-    shown += ["child process"] if model.rollout is not None and model.rollout.process == "child" else []
-    return " ".join([settings.engine, *shown])
-
-
-def zero_text(model: PlacedModel) -> str:
-    """Return the ZeRO stage, and whether each node stores all shards."""
-    return f"{model.settings.zero}" + " in each node" * model.is_sharded_in_nodes

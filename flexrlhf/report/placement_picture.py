@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.placement_text import zero_text
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.look import INSTRUCTIONS, role_colours
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
@@ -161,7 +160,7 @@ def _hover(plan: Plan, model: PlacedModel, column: RankColumn) -> str:
     lines = [
         f"<b>{escaped(model.name)}</b> on {'rank' if len(column.ranks) == 1 else 'ranks'} {span_of(column.ranks)}",
         column.where,
-        f"{settings.engine}, {settings.dtype}" + (f", ZeRO {zero_text(model)}" if settings.zero else ""),
+        f"{settings.engine}, {settings.dtype}" + (f", ZeRO {model.zero_text}" if settings.zero else ""),
         "trained" if model.trained else f"follows {model.role}" if model.follows else "frozen",
         *([_part(model, column).replace("<br>", ", ")] if _part(model, column) else []),
         *([f"{bytes_text(state.resting)} between calls"] if state is not None else []),

@@ -9,12 +9,10 @@ import hashlib
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
-from importlib.resources import files
 from os.path import realpath
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from flexrlhf.config.code_checks import imported_files, python_file
 from flexrlhf.config.engines import PEFT, all_engines
@@ -166,11 +164,15 @@ def needed_libraries(extras: Sequence[str], declared: Sequence[str]) -> list[Req
     return [each for each in found if each.marker is None or any(map(each.marker.evaluate, environments))]
 
 
+def needed_requirements(plans: Iterable[Plan]) -> list[Requirement] | None:
+    """Return the requirements of this package's metadata that ``plans`` need; None if it is not installed."""
+    declared = _declared_requirements()
+    return None if declared is None else needed_libraries(needed_extras(plans), declared)
+
+
 def needed_versions(plans: Sequence[Plan]) -> dict[str, str]:
     """Return the versions of Python, this package and the libraries that ``plans`` need."""
-    names = {"python", "flexrlhf"} | {
-        each.name for each in needed_libraries(needed_extras(plans), declared_requirements() or [])
-    }
+    names = {"python", "flexrlhf"} | {each.name for each in needed_requirements(plans) or []}
     names |= {build for name, build in cpu_builds().items() if name in names}
     found = {name: found for name, found in library_versions().items() if name in names}
     return found | {name: text for plan in plans for name, text in used_plugins(plan).items()}
@@ -197,18 +199,11 @@ def used_plugins(plan: Plan) -> dict[str, str]:
     )
 
 
-def declared_requirements() -> list[str] | None:
-    """Return the requirements of this package's metadata; None if it is not installed."""
+def _declared_requirements() -> list[str] | None:
     try:
         return requires("flexrlhf") or []
     except PackageNotFoundError:
         return None
-
-
-def tested_versions() -> dict[str, str]:
-    """Return the versions that the tests have passed with, by canonical name: ``constraints.txt``."""
-    lines = files("flexrlhf").joinpath("constraints.txt").read_text().splitlines()
-    return {canonicalize_name(name): found for name, found in (line.split("==") for line in lines)}
 
 
 def _version(name: str) -> str | None:

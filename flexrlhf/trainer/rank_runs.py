@@ -22,7 +22,6 @@ from flexrlhf.plan.data_report import data_line, data_warnings, unread_line
 from flexrlhf.plan.hub_names import commits
 from flexrlhf.plan.operator_protocols import PROTOCOLS, own_splits
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.placement_text import computing_text
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
 from flexrlhf.runs.resume import RunOrder
@@ -179,5 +178,5 @@ def where_models_are(plan: Plan) -> tuple[tuple[str, ...], ...]:
         classes = sorted({device.device_class for device in devices} - {"any"})
         where = " ".join([f"{'node' if len(nodes) == 1 else 'nodes'} {span_of(nodes)}", *classes])
         role = "trained" if model.trained else f"copy of {model.role}" if model.follows else "frozen"
-        rows.append((model.name, ranks_text(model.ranks), where, computing_text(model), role))
+        rows.append((model.name, ranks_text(model.ranks), where, model.computing_text, role))
     return tuple(rows)

@@ -9,7 +9,6 @@ from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.guideline.simulation.usage import Prices, usage_of
 from flexrlhf.guideline.simulation.usage_text import usage_lines
-from flexrlhf.plan.placement_text import zero_text
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.text import bytes_text, span_of, table
@@ -42,6 +41,6 @@ def _operators(plan: Plan) -> list[str]:
             sizes = (str(getattr(model.layout, degree)) for degree in degrees)
             composes_passes = run.operator.call in ("forward", "train")
             tokens = str(model.with_passes(run.tokens).settings.micro_batch_tokens) if composes_passes else "-"
-            own = span_of(model.ranks), model.engine, *sizes, zero_text(model), tokens, model.name
+            own = span_of(model.ranks), model.engine, *sizes, model.zero_text, tokens, model.name
             rows.append((run.operator.name, *own))
     return table(rows, f"<<<{'>' * len(degrees)}>><")

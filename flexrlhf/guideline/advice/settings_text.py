@@ -12,7 +12,6 @@ from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import ratios_of
 from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.placement_text import zero_text
 from flexrlhf.strategies.instructions import Offload, Run
 from flexrlhf.text import bytes_text, ranks_text, table
 
@@ -93,7 +92,7 @@ def _settings_of(model: PlacedModel, item: FeasibleCandidate, degrees: Sequence[
     tokens = "-" if model.rollout is not None else str(settings.micro_batch_tokens)
     decoded = str(settings.generate_tokens // width) if _generates(model, item) else "-"
     recompute = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
-    split = (*(str(getattr(layout, degree)) for degree in degrees), zero_text(model))
+    split = (*(str(getattr(layout, degree)) for degree in degrees), model.zero_text)
     return (ranks_text(model.ranks), *split, tokens, decoded, recompute)
 
 
