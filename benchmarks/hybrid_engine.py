@@ -38,7 +38,6 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move, Run, Sync
 from flexrlhf.timeline import Span, Trace
-from flexrlhf.weights.shapes import count_elements
 
 Raw = dict[str, Any]
 RANKS = 4
@@ -130,7 +129,7 @@ def _gathered(plan: Plan) -> float:
     """Bytes that all ranks receive if generation gathers ZeRO-3's shards: all weights for every token of a row."""
     run = next(each for each in _runs(plan) if each.operator.kind == "generate")
     model = plan.placement[run.model]
-    size = 4 * count_elements(plan.shapes[model.role].parameters)
+    size = 4 * plan.shapes[model.role].num_parameters
     return RESPONSE * size * (model.layout.dp - 1) if model.split != "whole" else 0.0
 
 

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from flexrlhf.weights.parameters import count_elements
+
 SECONDS = 1800.0
 BUCKET_BYTES = 100_000_000
 
@@ -83,7 +85,6 @@ def write_checkpoint(directory: Path, parameters: float) -> int:
 
     from flexrlhf.runs.model_directory import TensorForm, model_writer
     from flexrlhf.weights.families import decoder_shapes
-    from flexrlhf.weights.shapes import count_elements
 
     config = model_config(parameters)
     shapes = decoder_shapes(config)
@@ -196,7 +197,7 @@ def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: boo
     from flexrlhf.comm.weights import WeightGather
     from flexrlhf.runs.model_directory import TensorForm, model_writer, save_model
     from flexrlhf.weights.shapes import model_shape
-    from flexrlhf.weights.shards import bucket_names, parts_on
+    from flexrlhf.weights.shards import bucket_names
 
     placed, live = context.placed, engine.weights()
     shape = model_shape("actor", placed.settings)
@@ -206,7 +207,7 @@ def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: boo
     rank = int(os.environ["RANK"])
     if rank not in ranks:
         return
-    shards = tuple(parts_on(placed, shape, each) for each in ranks)
+    shards = tuple(shape.parts_on(placed, each) for each in ranks)
     group = groups.get("model", ranks) if len(ranks) > 1 else None
     gather, dtype = WeightGather(group, ranks, shards, context.dp.wait), next(iter(live.values())).dtype
     names = bucket_names(shards[0], dtype.itemsize, BUCKET_BYTES)

@@ -33,9 +33,9 @@ from flexrlhf.engines.optimizers import local
 from flexrlhf.placement.layout import Layout, generation_layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.weights.reuse import obstacle, reuse_on
-from flexrlhf.weights.shapes import ModelShape, count_elements
-from flexrlhf.weights.shards import part_elements, parts_on
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.reuse import Reuse
+from flexrlhf.weights.shards import part_elements
 from flexrlhf.weights.transfers import Holdings, plan_transfers
 
 SHAPE = ModelShape(
@@ -69,13 +69,13 @@ INIT = {
 def holdings(layout: Layout, engine: str = "torch", zero: int = 0) -> Holdings:
     """Return each rank's part of the model."""
     model = PlacedModel(ModelName("actor"), layout, True, ModelSpec(engine=engine, zero=zero))
-    return {rank: parts_on(model, SHAPE, rank) for rank in layout.ranks}
+    return {rank: SHAPE.parts_on(model, rank) for rank in layout.ranks}
 
 
 def received(source: Holdings, destination: Holdings) -> Fraction:
     """Return the largest fraction of all weights that a rank receives."""
     plan = plan_transfers(source, destination, 10**9)
-    return Fraction(max(plan.received.values(), default=0), count_elements(SHAPE.parameters))
+    return Fraction(max(plan.received.values(), default=0), SHAPE.num_parameters)
 
 
 def stored_twice(training: Layout, generation: Layout, is_once: bool) -> Fraction:
@@ -90,15 +90,15 @@ def stored_twice(training: Layout, generation: Layout, is_once: bool) -> Fractio
     copy = PlacedModel(
         ModelName("actor.rollout"), generation, False, ModelSpec(engine=rollout.engine), rollout, is_hybrid=True
     )
-    is_once = is_once and not obstacle(actor, copy, None)
+    is_once = is_once and not copy.obstacle_to_reuse(actor, None)
     sizes = []
     for rank in training.ranks:
-        reuse = reuse_on(actor, copy, SHAPE, rank, lends=True)
-        trained = parts_on(actor, SHAPE, rank)
+        reuse = Reuse.of(actor, copy, SHAPE, rank, lends=True)
+        trained = SHAPE.parts_on(actor, rank)
         # a part that it views is inside a trained tensor
         once = part_elements(reuse.parts, sorted(reuse.views)) + reuse.source_elements(reuse.lent)
         sizes.append(part_elements(trained, list(trained)) - is_once * once)
-    return Fraction(max(sizes), count_elements(SHAPE.parameters))
+    return Fraction(max(sizes), SHAPE.num_parameters)
 
 
 def row(p: int, t: int, d: int, p_g: int, t_g: int) -> str:

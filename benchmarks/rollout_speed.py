@@ -32,7 +32,7 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.shapes import model_shape
-from flexrlhf.weights.sync_plan import plan_sync
+from flexrlhf.weights.sync_plan import SyncPlan
 
 VOCABULARY, LENGTHS, ROWS = 4096, Lengths(prompt=64, response=256), 64
 MODEL = {
@@ -116,7 +116,7 @@ def synced(
     shape = model_shape("actor", placed["actor"].settings)
     assert shape is not None
     trained, copy = placed["actor"], placed["actor.rollout"]
-    plan = plan_sync(trained, copy, shape, settings.bucket_bytes, world.rank)
+    plan = SyncPlan.of(trained, copy, shape, settings.bucket_bytes, world.rank)
     channel, mover = SyncChannel(plan, torch.float32, world.device, group), WeightMover(settings, wait)
     sides = (engine.weights(), None) if world.rank == 0 else (None, engine.weights())
     seconds = []

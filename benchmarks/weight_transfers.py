@@ -32,9 +32,9 @@ from flexrlhf.config.spec import RolloutSpec, SyncSpec
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.weights.shapes import ModelShape, model_shape
-from flexrlhf.weights.shards import parts_on
-from flexrlhf.weights.sync_plan import plan_sync, sync_bytes, transfers_of
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shapes import model_shape
+from flexrlhf.weights.sync_plan import SyncPlan, sync_bytes, transfers_of
 
 MODEL = {
     "model_type": "llama",
@@ -95,7 +95,7 @@ class Bench:
     def weights(self, model: PlacedModel) -> dict[str, Tensor] | None:
         if self.rank not in model.ranks:
             return None
-        return {name: torch.ones(part.num_elements) for name, part in parts_on(model, self.shape, self.rank).items()}
+        return {name: torch.ones(part.num_elements) for name, part in self.shape.parts_on(model, self.rank).items()}
 
     def ways(self, settings: SyncSpec) -> dict[str, Callable[[], None]]:
         """Return the compared ways, by name."""
@@ -108,7 +108,7 @@ class Bench:
         }
 
     def _sync(self, settings: SyncSpec, weights: Mapping[str, Tensor] | None, copy: Any) -> Callable[[], None]:
-        plan = plan_sync(self.source, self.destination, self.shape, settings.bucket_bytes, self.rank)
+        plan = SyncPlan.of(self.source, self.destination, self.shape, settings.bucket_bytes, self.rank)
         channel = SyncChannel(plan, torch.float32, self.world.device, self.group)
         mover = WeightMover(settings, wait)
 
@@ -137,7 +137,7 @@ class Bench:
 
     def _whole(self, weights: Mapping[str, Tensor] | None) -> Callable[[], None]:
         """Gather tensor by tensor on the source, and broadcast each from its first rank."""
-        shards = tuple(parts_on(self.source, self.shape, rank) for rank in SOURCE)
+        shards = tuple(self.shape.parts_on(self.source, rank) for rank in SOURCE)
         ranks = next((each for each in self.source.gather_sets if self.rank in each), (self.rank,))
         gather = WeightGather(self.groups.get("gather actor", ranks), ranks, shards[: len(ranks)], wait)
 

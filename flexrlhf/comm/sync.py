@@ -27,9 +27,9 @@ from flexrlhf.comm.weights import TrainedValues, WeightGather, Weights, view_of
 from flexrlhf.comm.world import Wait
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.errors import RunStopped
-from flexrlhf.weights.expert_files import is_router_bias
+from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.sync_plan import RankBucket, SyncPlan
-from flexrlhf.weights.transfer_plan import LARGE, NUM_BUCKETS, Region, Regions, WeightMessage, count
+from flexrlhf.weights.transfer_plan import Region, Regions, WeightMessage, count
 
 
 class ChecksumError(RunStopped):
@@ -196,7 +196,7 @@ class _Exchange:
                 assert values is not None and copy is not None, "both models are on this rank"
                 self._copy(stays, values, copy)
             # a bucket is stored while the next one arrives, so that the one after can send it on
-            if len(arriving) == NUM_BUCKETS - 1:
+            if len(arriving) == SyncSpec.NUM_BUCKETS - 1:
                 self._store(arriving.popleft(), copy)
         while arriving:
             self._store(arriving.popleft(), copy)
@@ -222,7 +222,7 @@ class _Exchange:
         if not bucket.sends:
             return [], None
         copied = None if copy is None else TrainedValues(copy, self._plan.parts)
-        while self._waits and len(self._sending) >= NUM_BUCKETS - 1:
+        while self._waits and len(self._sending) >= SyncSpec.NUM_BUCKETS - 1:
             self._sending.popleft().finish(self._wait, self._pool)
         space = _Space(self._buffer(bucket.sends, self._most_sent))
         sent: list[TensorMessage] = []
@@ -246,7 +246,7 @@ class _Exchange:
         A large region is the live weights, if they are contiguous and of the type that is sent, unless training goes on
         meanwhile.
         """
-        if regions[0].num_elements >= LARGE and values.lora is None and self._waits:
+        if regions[0].is_large and values.lora is None and self._waits:
             value = values[regions[0]]
             if value.dtype == self._channel.dtype and value.is_contiguous():
                 return value.view(-1), [value]
@@ -283,7 +283,7 @@ class _Exchange:
         packed: list[tuple[Tensor, Regions]] = []
         for message in bucket.receives:
             for regions in message.vectors:
-                live = None if copy is None or regions[0].num_elements < LARGE else self._views(regions, copy)[0]
+                live = None if copy is None or not regions[0].is_large else self._views(regions, copy)[0]
                 if live is not None and live.dtype == self._channel.dtype and live.is_contiguous():
                     received.append((live.view(-1), message.source))
                 else:
@@ -325,7 +325,7 @@ class _Exchange:
 
     def _type(self, region: Region) -> torch.dtype:
         """Return the type in which ``region`` is sent: biases of routers are not rounded."""
-        return torch.float32 if is_router_bias(region.name) else self._channel.dtype
+        return torch.float32 if ParameterName(region.name).is_router_bias else self._channel.dtype
 
     def _views(self, regions: Regions, copy: Weights) -> list[Tensor]:
         return [view_of(copy[region.name].detach(), self._plan.parts[region.name], region.box) for region in regions]

@@ -15,7 +15,7 @@ from torch import Tensor
 from flexrlhf.comm.world import Wait, posted
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.weights.boxes import Box, boxes_of, intersection
-from flexrlhf.weights.lora import merged_from
+from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shards import Part, Parts, part_elements
 from flexrlhf.weights.transfer_plan import Region
 
@@ -142,7 +142,7 @@ class TrainedValues:
         part = self.parts[region.name]
         if self.lora is None:
             return view_of(self.weights[region.name].detach(), part, region.box)
-        base, a, b = merged_from(region.name)
+        base, a, b = ParameterName(region.name).merged_from
         *experts, rows, columns = region.box
         rank = self.merging[a].box[-2]
         values = view_of(self.weights[base].detach(), part, region.box).float()

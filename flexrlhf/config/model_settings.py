@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -49,6 +49,11 @@ class OptimizerSpec(StrictModel):
         1.0, gt=0, description="gradients are scaled down to this global norm; null: not clipped"
     )
 
+    @property
+    def num_moments(self) -> int:
+        """Float32 moments of each parameter: two of AdamW and Adam, none of SGD."""
+        return 0 if self.name == "sgd" else 2
+
 
 class LoraSpec(StrictModel):
     """Low-rank adapters on frozen weights (Hu et al. 2022), by peft: h = Wx + alpha / rank * BAx."""
@@ -60,6 +65,9 @@ class LoraSpec(StrictModel):
         description="linear layers with adapters, by the last part of their names; null: every linear layer, and in "
         "models with experts those of attention, next to which gate_up_proj and down_proj name the experts' weights",
     )
+
+    VLLM_RANKS: ClassVar = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    """Ranks of adapters that vLLM 0.32 has memory for."""
 
     @field_validator("targets")
     @classmethod
@@ -75,8 +83,23 @@ class LoraSpec(StrictModel):
         "those are trained on, with their rank, alpha and targets; null: false where no other ones are written",
     )
 
+    def rank_in_vllm(self, role: str) -> int:
+        """Return the rank of the adapters that vLLM has memory for; rows and columns above ``rank`` stay 0.
+
+        Raises UserError for a rank that it has not.
+        """
+        most = self.VLLM_RANKS[-1]
+        if self.rank > most:
+            raise UserError(
+                f"models.{role}.lora.rank: vLLM adds adapters of rank {most} at most, found {self.rank}; use {most}, "
+                f"or rollout.adapters: merged"
+            )
+        return next(rank for rank in self.VLLM_RANKS if rank >= self.rank)
+
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number in memory, whatever the dtype of the file."""
 SavedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Zero = Literal[0, 1, 2, 3]
 Shard = Literal["all", "node"]
@@ -238,6 +261,17 @@ class ModelSpec(StrictModel):
     offload_parameters: bool = Field(False, description="keep ZeRO-3 shards in host memory between passes")
     config: dict[str, Any] = Field(default_factory=dict, description="further settings of DeepSpeed, by their names")
     shadow: ShadowSpec | None = Field(None, description="settings in which this role's shadow differs")
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one number of its dtype."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def shares_in_passes(self) -> bool:
+        """Whether samples of one prompt share a copy of it if sequences are packed; encoded again, they have no
+        prompt."""
+        return self.share_prompts and not self.retokenize
 
     @property
     def logits_at_a_time(self) -> int:

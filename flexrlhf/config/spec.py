@@ -85,6 +85,9 @@ class SyncSpec(StrictModel):
         "GPUs of a known class 512, or a hundredth of their memory",
     )
 
+    NUM_BUCKETS: ClassVar = 3
+    """Buckets that exist at a time: two in flight while a third is packed."""
+
     @property
     def bucket_bytes(self) -> int:
         """Most bytes of buffers; to be saved, a larger tensor is gathered by itself."""

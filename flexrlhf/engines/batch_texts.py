@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.pass_settings import PassSettings
-from flexrlhf.memory.packed_rows import TextGroup, Unit, as_units, units_of
+from flexrlhf.memory.packed_rows import TextGroup, Unit, as_units
 from flexrlhf.operators.columns import Lengths
 
 
@@ -82,6 +82,6 @@ class BatchTexts:
         """Return the sequences ``rows`` of one prompt in units, in order."""
         if settings.packs and settings.shares and self.same[number] and self.prompts[rows[0]]:
             group = TextGroup(int(self.prompts[rows[0]]), tuple(int(self.responses[row]) for row in rows))
-            return units_of(group, settings.budget, shares=True, compares=compares, masks=settings.masks)
+            return group.units(settings.budget, shares=True, compares=compares, masks=settings.masks)
         apart = tuple(TextGroup(int(self.prompts[row]), (int(self.responses[row]),)) for row in rows)
         return as_units(apart, compares)

@@ -14,6 +14,7 @@ gradients of the weights are summands: they are summed as those of data-parallel
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from flexrlhf.engines.attention import PassAttention, SharedAttention, attend
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.ring_attention import ReachedSpans, arrivals, ring_attention
 from flexrlhf.engines.row_split import RowSplit
-from flexrlhf.memory.attention_bytes import repeated_heads
 
 
 def shared_attention(whole: PassAttention, split: RowSplit, width: int) -> SharedAttention:
@@ -64,7 +64,7 @@ class Ulysses:
 
     def _of_own_heads(self, query: Tensor, key: Tensor, value: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (T, H / parts, D), and keys and values, of this rank's heads and all tokens."""
-        repeats = repeated_heads(key.shape[1], parts) // key.shape[1]
+        repeats = lcm(key.shape[1], parts) // key.shape[1]
         states = [query, *(each if repeats == 1 else each.repeat_interleave(repeats, 1) for each in (key, value))]
         # the heads of each rank, of all three together: (parts, m, w, heads of one, D)
         sent = torch.cat([each.unflatten(1, (parts, -1)).permute(1, 0, 3, 2, 4) for each in states], 3)

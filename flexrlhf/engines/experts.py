@@ -24,7 +24,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from flexrlhf.comm.reduce import Summed
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.engines.tensor_parallel import SumOfGradients
-from flexrlhf.weights.adapter_files import ADAPTER
+from flexrlhf.weights.parameters import ParameterName
 
 OVER_RANKS = "over_ranks"
 """Name of the function in transformers."""
@@ -95,7 +95,8 @@ def add_expert_adapters(model: PreTrainedModel, lora: LoraSpec, targets: Sequenc
     """
     for module in model.modules():
         if has_experts(module):
-            module.scaling, module._active_adapter = {ADAPTER: lora.alpha / lora.rank}, [ADAPTER]
+            adapter = ParameterName.ADAPTER
+            module.scaling, module._active_adapter = {adapter: lora.alpha / lora.rank}, [adapter]
             matrices = nn.Module(), nn.Module()
             for name in (name for name, _ in list(module.named_parameters()) if name in targets):
                 experts, outputs, inputs = getattr(module, name).shape
@@ -105,7 +106,7 @@ def add_expert_adapters(model: PreTrainedModel, lora: LoraSpec, targets: Sequenc
                 nn.init.kaiming_uniform_(first.weight, a=5**0.5)
                 matrices[0].register_parameter(name, nn.Parameter(first.weight.view(experts, lora.rank, inputs)))
                 matrices[1].register_parameter(name, nn.Parameter(torch.zeros(experts, outputs, lora.rank)))
-            module.lora_A, module.lora_B = (nn.ModuleDict({ADAPTER: matrix}) for matrix in matrices)
+            module.lora_A, module.lora_B = (nn.ModuleDict({adapter: matrix}) for matrix in matrices)
             module.expert_split = ExpertSplit(None, None)
     model.config._experts_implementation = OVER_RANKS
 

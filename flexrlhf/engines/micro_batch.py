@@ -24,7 +24,6 @@ from flexrlhf.engines.row_split import RowPart
 from flexrlhf.memory.packed_rows import (
     PackedPass,
     Place,
-    packed,
 )
 from flexrlhf.operators.columns import EXPERTS
 
@@ -170,7 +169,9 @@ def _columns(width: int, like: Tensor) -> Tensor:
 def _composed(batch: Batch, prompts: Sequence[int], texts: BatchTexts, settings: PassSettings) -> Iterator[MicroBatch]:
     """Yield the passes of ``prompts``, which depend on these alone."""
     units = [unit for number in prompts for unit in texts.units(number, settings, batch.compares)]
-    for narrow in packed(tuple(unit.groups for unit in units), settings.budget, settings.packs, settings.masks):
+    for narrow in PackedPass.all_of(
+        tuple(unit.groups for unit in units), settings.budget, settings.packs, settings.masks
+    ):
         each = replace(narrow, width=-(-narrow.width // settings.multiple) * settings.multiple)
         starts = {
             start.row: start

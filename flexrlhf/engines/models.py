@@ -42,7 +42,6 @@ from flexrlhf.errors import UserError
 from flexrlhf.memory.packed_rows import has_lengths
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import (
-    ADAPTER,
     adapter_layers,
     base_model,
     frozen_model,
@@ -51,15 +50,15 @@ from flexrlhf.weights.adapter_files import (
     stored_adapters,
 )
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
-from flexrlhf.weights.lora import START, expert_candidates, is_mixture, lora_candidates
 from flexrlhf.weights.model_files import (
-    SCALAR_HEAD,
     lacking,
     no_scalar_head,
     stored_head_name,
 )
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import read_config
-from flexrlhf.weights.shards import whole
+from flexrlhf.weights.shards import Part
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLASSES: dict[Head, Any] = {
@@ -156,7 +155,9 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
             **extra,
         )
     layers = adapter_layers(frozen_model(placed.role, settings).path)
-    _check_loaded(key, info, {SCALAR_HEAD} if may_lack_head(placed) or has_adapters(settings.path) else set())
+    _check_loaded(
+        key, info, {ParameterName.SCALAR_HEAD} if may_lack_head(placed) or has_adapters(settings.path) else set()
+    )
     loaded: PreTrainedModel = model
     for directory in layers:
         loaded = _with_merged_adapters(key, loaded, directory)
@@ -224,7 +225,7 @@ def _check_loaded(key: str, info: Mapping[str, Any], optional: Collection[str]) 
             f"the other"
         )
     missing = sorted(set(info["missing_keys"]) - set(optional))
-    if missing == [SCALAR_HEAD]:
+    if missing == [ParameterName.SCALAR_HEAD]:
         raise UserError(no_scalar_head(key))
     if missing:
         raise UserError(lacking(key, missing))
@@ -251,8 +252,8 @@ def _add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
 
     parameters = tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
     # of layers with experts "all-linear" of peft would adapt router and experts, which it has as parameters
-    every = lora_candidates(parameters) if is_mixture(parameters) else "all-linear"
-    of_experts = [name for name in expert_candidates(parameters) if name in (lora.targets or ())]
+    every = ModelShape(parameters).lora_candidates if ModelShape(parameters).is_mixture else "all-linear"
+    of_experts = [name for name in ModelShape(parameters).expert_candidates if name in (lora.targets or ())]
     targets = [name for name in lora.targets if name not in of_experts] if lora.targets is not None else every
     # "all-linear" excludes a scalar head only for this task type
     kind = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
@@ -276,12 +277,13 @@ def _read_adapters(model: PreTrainedModel, placed: PlacedModel) -> None:
     stored, reader = stored_adapters(role, path), PartReader()
     for name, parameter in model.named_parameters():
         if name in stored:
-            reader.read(stored[name], whole(tuple(parameter.shape)), parameter)
+            reader.read(stored[name], Part.whole(tuple(parameter.shape)), parameter)
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers if placed.keeps_start else ():
         for matrices in (layer.lora_A, layer.lora_B):
-            matrices[START] = deepcopy(matrices[ADAPTER]).requires_grad_(False)
-        layer.scaling[START], layer.lora_dropout[START] = layer.scaling[ADAPTER], layer.lora_dropout[ADAPTER]
+            matrices[ParameterName.START] = deepcopy(matrices[ParameterName.ADAPTER]).requires_grad_(False)
+        for of_adapter in (layer.scaling, layer.lora_dropout):
+            of_adapter[ParameterName.START] = of_adapter[ParameterName.ADAPTER]
 
 
 @contextmanager
@@ -293,12 +295,12 @@ def starting_weights(model: PreTrainedModel) -> Iterator[None]:
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert layers, "this model has no adapters"
     for layer in layers:
-        layer._active_adapter = [START]
+        layer._active_adapter = [ParameterName.START]
     try:
         yield
     finally:
         for layer in layers:
-            layer._active_adapter = [ADAPTER]
+            layer._active_adapter = [ParameterName.ADAPTER]
 
 
 @contextmanager

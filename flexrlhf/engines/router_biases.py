@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexrlhf.weights.expert_files import is_router_bias
+from flexrlhf.weights.parameters import ParameterName
 
 
 def router_biases(model: nn.Module) -> dict[str, Tensor]:
     """Return the biases of a model's routers by name: buffers in float32, whole on every rank."""
-    return {name: bias for name, bias in model.named_buffers() if is_router_bias(name)}
+    return {name: bias for name, bias in model.named_buffers() if ParameterName(name).is_router_bias}
 
 
 class BiasController:

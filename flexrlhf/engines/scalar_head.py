@@ -24,8 +24,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader
 from flexrlhf.weights.adapter_files import has_adapters, stored_adapters
-from flexrlhf.weights.model_files import SCALAR_HEAD, stored_tensors
-from flexrlhf.weights.shards import whole
+from flexrlhf.weights.model_files import stored_tensors
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.shards import Part
 
 
 @dataclass
@@ -52,11 +53,11 @@ def add_value_head(model: PreTrainedModel, path: str | None) -> None:
 def saved_value_head(directory: str) -> Tensor | None:
     """Return the scalar head (1, hidden) in the safetensors files of a model; None where they have none."""
     found = stored_adapters("", directory) if has_adapters(directory) else stored_tensors("model", Path(directory))
-    stored = found.get(SCALAR_HEAD)
+    stored = found.get(ParameterName.SCALAR_HEAD)
     if stored is None:
         return None
     weight = torch.empty(stored.shape, dtype=TORCH_TYPES[stored.dtype])
-    PartReader().read(stored, whole(stored.shape), weight)
+    PartReader().read(stored, Part.whole(stored.shape), weight)
     return weight
 
 

@@ -24,10 +24,11 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import base_model, goes_on, stored_adapters
 from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.loading import is_read_in_parts
-from flexrlhf.weights.lora import BASE
-from flexrlhf.weights.model_files import LANGUAGE_HEAD, SCALAR_HEAD, StoredTensor, named_as, stored_tensors
-from flexrlhf.weights.shapes import ModelShape, read_config
-from flexrlhf.weights.shards import Part, parts_on, whole
+from flexrlhf.weights.model_files import StoredTensor, named_as, stored_tensors
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.shapes import read_config
+from flexrlhf.weights.shards import Part
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Skeleton:
         """Return the part of every parameter of the model that this rank stores, by name."""
         shapes = tuple(sorted((name, tuple(each.shape)) for name, each in self.model.named_parameters()))
         shape = ModelShape(shapes, is_tied=context.is_tied(self.model.config))
-        return parts_on(context.placed, shape, context.rank_in_run)
+        return shape.parts_on(context.placed, context.rank_in_run)
 
     def use_kernels(self, context: EngineContext) -> LanguageHead | None:
         """Give the model the kernels of its settings, and a language head of ours; None: it has its own, or none."""
@@ -124,17 +125,17 @@ def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, 
     shapes = {each.name: each.shape for of_parameter in pieces.values() for each in of_parameter}
     shapes |= {name: tuple(bias.shape) for name, bias in router_biases(model).items()}
     found = named_as(stored_tensors(f"models.{placed.role}.path", Path(path)), shapes)
-    if goes_on(settings) and SCALAR_HEAD in stored_adapters(placed.role, settings.path):
-        found.pop(SCALAR_HEAD, None)
+    if goes_on(settings) and ParameterName.SCALAR_HEAD in stored_adapters(placed.role, settings.path):
+        found.pop(ParameterName.SCALAR_HEAD, None)
     missing = set(shapes) - set(found)
-    if missing - ({SCALAR_HEAD} if may_lack_head(placed) else set()) or not _fit(model, shapes, found):
+    if missing - ({ParameterName.SCALAR_HEAD} if may_lack_head(placed) else set()) or not _fit(model, shapes, found):
         return None
     _replace_meta(model, found)
     if missing:
-        random = torch.empty(shapes[SCALAR_HEAD]).normal_(0.0, model.config.initializer_range)
+        random = torch.empty(shapes[ParameterName.SCALAR_HEAD]).normal_(0.0, model.config.initializer_range)
         swap_values(model.score.weight, random)
     add_parts(model, placed)
-    plain = {name: name.replace(BASE, ".") for name, _ in model.named_parameters()}
+    plain = {name: name.replace(ParameterName.BASE, ".") for name, _ in model.named_parameters()}
     return model, {
         name: tuple((piece, found[piece.name]) for piece in pieces[old])
         for name, old in plain.items()
@@ -148,7 +149,7 @@ def _fit(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], found: M
     A tied head that is stored too may differ from the embedding, so transformers decides whether to tie it.
     """
     stored = {name: found[name] for name in shapes if name in found}
-    tied = model.config.tie_word_embeddings and LANGUAGE_HEAD in found and hasattr(model, "lm_head")
+    tied = model.config.tie_word_embeddings and ParameterName.LANGUAGE_HEAD in found and hasattr(model, "lm_head")
     return not tied and all(each.shape == shapes[name] and each.dtype in TORCH_TYPES for name, each in stored.items())
 
 
@@ -161,7 +162,7 @@ def _replace_meta(model: PreTrainedModel, found: Mapping[str, StoredTensor]) -> 
     for name, bias in router_biases(model).items():
         owner, _, own = name.rpartition(".")
         values = torch.empty(bias.shape)
-        reader.read(found[name], whole(tuple(bias.shape)), values)
+        reader.read(found[name], Part.whole(tuple(bias.shape)), values)
         model.get_submodule(owner).register_buffer(own, values)
     for parameter in list(model.parameters()):
         swap_values(parameter, placeholder(parameter.shape, parameter.dtype))

@@ -27,7 +27,7 @@ from flexrlhf.engines.decoding_graphs import DecodingGraphs
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.router_replay import Routers
 from flexrlhf.engines.waves import last_logits
-from flexrlhf.memory.packed_rows import TextGroup, packed
+from flexrlhf.memory.packed_rows import PackedPass, TextGroup
 
 ATTENTION = "flexrlhf slots"
 """Name of the attention function among those of transformers; it has no function that makes masks, so none is made."""
@@ -145,7 +145,7 @@ class Slots:
         first, read = len(self.lengths), [length - 1 for length in lengths]
         new = [index for index, source in enumerate(sources) if source == first + index and read[index]]
         units = tuple((TextGroup(read[index], (0,)),) for index in new)
-        for part in packed(units, self._budget, together=False):
+        for part in PackedPass.all_of(units, self._budget, together=False):
             yield True
             self._read([new[unit] for unit in part.units], first, tokens, read)
         copied = [index for index, source in enumerate(sources) if source != first + index and read[index]]

@@ -18,7 +18,6 @@ from flexrlhf.measure.profiled_models import MeasuredRows, RowCounts
 from flexrlhf.measure.stopwatch import Estimate, TimedCall, Timing
 from flexrlhf.operators.graph import Operator
 from flexrlhf.trainer.loaded_models import LoadedModel
-from flexrlhf.weights.shards import parts_on
 
 MOST_STEPS = 64
 """Decoding steps of which the mean is measured, at most."""
@@ -141,7 +140,7 @@ class _Calls:
 def _trained_bytes(loaded: LoadedModel, rank: int) -> int:
     """Return the bytes of the parameters that training changes on a rank, in float32."""
     names = {name for name, _ in loaded.shape.trained}
-    parts = parts_on(loaded.placed, loaded.shape, rank)
+    parts = loaded.shape.parts_on(loaded.placed, rank)
     return sum(4 * part.num_elements for name, part in parts.items() if name in names)
 
 

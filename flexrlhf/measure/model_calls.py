@@ -13,7 +13,7 @@ from flexrlhf.guideline.costs.measurements import Point, Points
 from flexrlhf.guideline.simulation.calls import TextLayout, reads_prompts_once
 from flexrlhf.measure.profiled_models import LengthSample, MeasuredRows
 from flexrlhf.measure.stopwatch import Estimate, Stopwatch, TimedCall
-from flexrlhf.memory.packed_rows import PackedPass, TextGroup, packs_texts, reads_masks, shares_prompts
+from flexrlhf.memory.packed_rows import PackedPass, TextGroup, TextPacking
 from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
@@ -93,8 +93,8 @@ class ProfileContext:
 
     def _layout(self, model: PlacedModel) -> TextLayout:
         settings, shape, longest = model.settings, self.plan.shapes.get(model.role), self.plan.lengths.total
-        packs, masks = packs_texts(settings, shape, longest), reads_masks(model, shape, longest)
-        return TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings), masks=masks)
+        packing = TextPacking.of(model, shape, longest)
+        return TextLayout(settings.micro_batch_tokens, packing.packs, settings.shares_in_passes, masks=packing.masks)
 
     def _groups(self, rows: int) -> list[TextGroup]:
         samples = self.plan.batch.samples_per_prompt

@@ -22,7 +22,8 @@ from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
-from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, read_config
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shapes import read_config
 
 SHAPELESS_KEYS = ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
 """Keys of a saved config that do not describe the model's shape."""
@@ -56,7 +57,7 @@ class ProfiledModel:
     @property
     def item(self) -> int:
         """Bytes of a weight."""
-        return DTYPE_BYTES[self.placed.settings.dtype]
+        return self.placed.item_bytes
 
 
 def profiling_spec(plan: Plan, command_plans: Sequence[Plan], ranks: int, device: str) -> Spec:

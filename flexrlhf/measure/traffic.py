@@ -21,8 +21,8 @@ from flexrlhf.placement.transfer import Transfer
 from flexrlhf.runs.model_directory import save_model
 from flexrlhf.strategies.instructions import Move
 from flexrlhf.trainer.loaded_models import LoadedModel
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.sync_plan import plan_sync
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.sync_plan import SyncPlan
 
 COLUMN = "logprobs"
 REDUCE_SIZES = (2, 2**16, 2**20)
@@ -130,7 +130,7 @@ def _sync_call(context: ProfileContext, group: dist.ProcessGroup, tensors: int, 
     shape = ModelShape(tuple((f"tensor {number:03}", (numbers,)) for number in range(tensors)))
     trained = PlacedModel(ModelName("a"), Layout((source,)), trained=True)
     copy = PlacedModel(ModelName("a.shadow"), Layout((destination,)), trained=False)
-    plan = plan_sync(trained, copy, shape, spec.sync.bucket_bytes, context.rank)
+    plan = SyncPlan.of(trained, copy, shape, spec.sync.bucket_bytes, context.rank)
     sync = SyncChannel(plan, torch.float32, context.device, group)
     mover = WeightMover(spec.sync, wait)
     weights = {name: torch.zeros(numbers, device=context.device) for name, _ in shape.parameters}

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.memory.attention_bytes import AttentionBytes
 from flexrlhf.weights.decoder_sizes import LatentSizes, Sizes
-from flexrlhf.weights.shards import COLUMNWISE, ROWWISE
+from flexrlhf.weights.parameters import ParameterName
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _EXPERTS = ("gate_up_proj", "down_proj")
@@ -111,7 +111,9 @@ class Blocks:
     def _adapted(self) -> tuple[str, ...]:
         if self.lora is None:
             return ()
-        return self.lora.targets or (_ATTENTION if self.sizes.experts is not None else (*COLUMNWISE, *ROWWISE))
+        return self.lora.targets or (
+            _ATTENTION if self.sizes.experts is not None else (*ParameterName.COLUMNWISE, *ParameterName.ROWWISE)
+        )
 
     @property
     def _adapted_experts(self) -> tuple[str, ...]:

@@ -12,11 +12,6 @@ from dataclasses import dataclass
 from math import lcm
 
 
-def repeated_heads(kv_heads: int, cp: int) -> int:
-    """Return how many heads of keys and values Ulysses distributes, repeated as little as ``cp`` ranks need."""
-    return lcm(kv_heads, cp)
-
-
 @dataclass(frozen=True)
 class AttentionBytes:
     """Attention of a layer's heads on one tensor-parallel rank.
@@ -83,5 +78,5 @@ class AttentionBytes:
 
     @property
     def _exchanged_key(self) -> int:
-        heads = repeated_heads(self.kv_heads, self.cp) if self._is_ulysses else self.kv_heads
+        heads = lcm(self.kv_heads, self.cp) if self._is_ulysses else self.kv_heads
         return heads * self.head_dim

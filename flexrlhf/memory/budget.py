@@ -16,19 +16,18 @@ from flexrlhf.memory.activations import Blocks, larger
 from flexrlhf.memory.engine_bytes import gathered_bytes, model_state, new_gradient_bytes, update_bytes
 from flexrlhf.memory.packed_rows import (
     PassSize,
-    decodes_in_slots,
+    TextPacking,
     largest_pass,
-    packs_texts,
-    reads_masks,
-    shares_prompts,
 )
 from flexrlhf.memory.rollout_bytes import on_gpu
-from flexrlhf.memory.states import State, item_bytes
+from flexrlhf.memory.states import State
 from flexrlhf.memory.transfer_bytes import (
+    UNDER_WAY,
     WeightSync,
     copied_bytes,
     is_loaded_whole,
     loading_bytes,
+    saved_bytes,
     saved_model,
     saving_parts,
     sync_parts,
@@ -39,9 +38,9 @@ from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.placement import Placement
 from flexrlhf.placement.rollout import PagedCache
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.reuse import Reuse, bytes_of, obstacle, reuse_on
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import part_elements, position_of
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.reuse import Reuse
+from flexrlhf.weights.shards import part_elements
 from flexrlhf.weights.sync_volumes import volumes
 from flexrlhf.weights.transfers import NodeOf
 
@@ -186,7 +185,7 @@ class Sizing:
     def state(self, model: PlacedModel, rank: int) -> State | None:
         """Return the state of ``model`` on ``rank``; None before an unknown architecture is loaded."""
         reuse = self.reuse(model, rank)
-        key = model.name, position_of(model, rank), None if reuse is None else id(reuse)
+        key = model.name, model.position(rank), None if reuse is None else id(reuse)
         if key not in self._states:
             state = self.own_state(model, rank)
             self._states[key] = state if state is None or reuse is None else _reusing(state, model, reuse)
@@ -208,11 +207,11 @@ class Sizing:
         if model.name not in self.reusing or shape is None:
             return None
         source = self.placement[model.role]
-        if rank not in source.ranks or obstacle(source, model, self.sync.dtype):
+        if rank not in source.ranks or model.obstacle_to_reuse(source, self.sync.dtype):
             return None
-        key = model.name, position_of(model, rank), position_of(source, rank)
+        key = model.name, model.position(rank), source.position(rank)
         if key not in self._reused:
-            self._reused[key] = reuse_on(source, model, shape, rank, lends=not self.reusing[model.name])
+            self._reused[key] = Reuse.of(source, model, shape, rank, lends=not self.reusing[model.name])
         return self._reused[key]
 
     def kv_bytes(self, model: PlacedModel) -> int:
@@ -235,12 +234,12 @@ class Sizing:
         """Return all that the phases of ``work`` on ``rank`` depend on: ranks with equal ones share them."""
         match work:
             case Compute():
-                return position_of(self.placement[work.model], rank)
+                return self.placement[work.model].position(rank)
             case WeightSync():
                 models = source, destination = self.placement[work.source], self.placement[work.destination]
                 shape = self.shapes.get(source.role)
                 crossing = shape and volumes(source, destination, shape, rank, self.node_of, work.overlaps)
-                return crossing, *(position_of(each, rank) if rank in each.layout.places else None for each in models)
+                return crossing, *(each.position(rank) if rank in each.layout.places else None for each in models)
         return rank
 
     def take_over(self, other: Sizing) -> None:
@@ -300,7 +299,7 @@ class Sizing:
     def _lending(self, copy: PlacedModel, rank: int, parts: NamedBytes) -> NamedBytes:
         """Return the bytes of weights that move at a time between ``copy`` and its source, beyond later ``parts``."""
         reuse = self.reuse(copy, rank) if rank in copy.ranks else None
-        largest = 0 if reuse is None else bytes_of(copy, reuse.most_moved)
+        largest = 0 if reuse is None else copy.item_bytes * reuse.most_moved
         known = sum(size or 0 for size in parts.values())
         return {"lent": largest - known} if largest > known else {}
 
@@ -342,10 +341,9 @@ class Sizing:
         """Return bounds of the largest forward or training pass of ``work`` on ``model``."""
         settings, texts = model.with_passes(work.tokens).settings, self.texts_of(model.role)
         samples = work.samples or texts.samples_per_prompt
-        packs = packs_texts(settings, self.shapes.get(model.role), texts.width)
-        budget, shares = settings.micro_batch_tokens, shares_prompts(settings)
-        rows, compares = work.rows, work.compares
-        masks = reads_masks(model, self.shapes.get(model.role), texts.width)
+        packing = TextPacking.of(model, self.shapes.get(model.role), texts.width)
+        budget, shares = settings.micro_batch_tokens, settings.shares_in_passes
+        rows, packs, compares, masks = work.rows, packing.packs, work.compares, packing.masks
         return largest_pass(
             texts.prompt, texts.response, samples, budget, rows, packs, shares, compares, work.block, masks
         )
@@ -359,7 +357,7 @@ class Sizing:
         if work.kind == "generate":
             rows = texts.rows_decoded(model, work.rows and -(-work.rows // model.layout.cp))
             if not model.has_cache:
-                in_slots = self.slots and decodes_in_slots(settings, shape, texts.width)
+                in_slots = self.slots and TextPacking.of(model, shape, texts.width).in_slots
                 read = settings.micro_batch_tokens if in_slots else None
                 return blocks.decode_bytes(rows, texts.prompt, texts.response, read, settings.cuda_graphs)
             most = PagedCache(settings.generate_tokens, texts.prompt, texts.response).most_step_tokens
@@ -387,6 +385,27 @@ class Sizing:
             if shape is not None and rank in model.ranks:
                 sizes.append(copied_bytes(model, shape, rank))
         return Phase("checkpoint", ", ".join(work.models), {}, host=sum(sizes))
+
+    def copied_bytes(self, model: PlacedModel, rank: int) -> int:
+        """Return the host memory of the pieces of ``model``, of a known shape, that ``rank`` copies for a
+        checkpoint."""
+        return copied_bytes(model, self.shapes[model.role], rank)
+
+    def saved_bytes(self, model: PlacedModel) -> int:
+        """Return the bytes of a saved ``model``, of a known shape: all trained weights, whole."""
+        return saved_bytes(model, self.shapes[model.role])
+
+    def saving_bytes(self, model: PlacedModel, num_ranks: int) -> int:
+        """Return the bytes on each of ``num_ranks`` that gather the trained weights to save them bucket by bucket."""
+        saved = saved_model(model, self.shapes[model.role], self.sync.bucket_bytes, self.save.shard_bytes)
+        return sum(size or 0 for size in saving_parts(saved, num_ranks).values())
+
+    def syncing_bytes(self, source: PlacedModel, copy: PlacedModel, rank: int, overlaps: bool) -> tuple[int, int]:
+        """Return the bytes on ``rank`` of a Sync while it lasts, and those of the weights that travel on if it
+        ``overlaps`` other work."""
+        parts = dict(sync_parts(source, copy, self.shapes[source.role], self.sync, rank, overlaps))
+        under_way = parts.pop(UNDER_WAY, 0) or 0
+        return sum(size or 0 for size in parts.values()), under_way
 
 
 @lru_cache(maxsize=16384)
@@ -424,8 +443,8 @@ def _passes_parts(
 def _reusing(state: State, copy: PlacedModel, reuse: Reuse) -> State:
     """Return the state of ``copy``, whose own one is ``state``, without views, which it has memory for as it is
     loaded."""
-    views = bytes_of(copy, part_elements(reuse.parts, sorted(reuse.views)))
-    lent, viewed = (bytes_of(copy, reuse.source_elements(names)) for names in (reuse.lent, reuse.views))
+    views = copy.item_bytes * part_elements(reuse.parts, sorted(reuse.views))
+    lent, viewed = (copy.item_bytes * reuse.source_elements(names) for names in (reuse.lent, reuse.views))
     return replace(state, weights=state.weights - views, at_load=views, lent=lent, viewed=viewed)
 
 
@@ -434,7 +453,7 @@ def layers_on_rank(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
     settings, layout = model.settings, model.layout
     return Blocks(
         sizes,
-        item_bytes(model),
+        model.item_bytes,
         settings.tp,
         settings.lora,
         fused=model.facts.fused_layers,

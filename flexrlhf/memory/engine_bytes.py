@@ -15,15 +15,12 @@ from flexrlhf.memory.states import (
     State,
     Units,
     all_units,
-    item_bytes,
     kv_cache_bytes,
-    num_moments,
     trained_units,
 )
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.lora import as_vllm_allocates
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import GRADIENT_BUCKET_BYTES, elements_on_rank, shape_on
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shards import GRADIENT_BUCKET_BYTES, elements_on_rank
 
 UNREDUCED_BYTES = 12
 """Per element of a unit while its gradients are scattered: as computed, as summands in float32, and the sums."""
@@ -31,11 +28,11 @@ UNREDUCED_BYTES = 12
 
 def model_state(model: PlacedModel, shape: ModelShape, rank: int) -> State:
     """Return the state of ``model`` on ``rank``, one of its ranks."""
-    shape = shape_on(model, shape, rank)
+    shape = shape.on_rank(model, rank)
     if model.rollout is None and model.trained:
         return _of_engine(model.engine).trained_state(model, shape, rank)
     if model.rollout is not None and model.settings.lora is not None:
-        allocated = as_vllm_allocates(model.role, shape, model.settings.lora)
+        allocated = shape.as_vllm_allocates(model.role, model.settings.lora)
     else:
         allocated = shape
     weights = _of_engine(model.engine).frozen_weights(model, allocated, rank)
@@ -80,27 +77,27 @@ class EngineBytes:
     """
 
     def per_parameter(self, model: PlacedModel) -> PerParameter:
-        item, moments = item_bytes(model), 4 * num_moments(model.settings.optimizer)
+        item, moments = model.item_bytes, 4 * model.settings.optimizer.num_moments
         if model.split == "rows":
             return PerParameter(4, 4, moments)  # the float32 shards of FSDP2 are their own master weights
         return PerParameter(item, 4, moments + 4 * (item < 4))
 
     def frozen_weights(self, model: PlacedModel, shape: ModelShape, rank: int) -> int:
-        return item_bytes(model) * elements_on_rank(model, shape.parameters, rank, shape.sizes)
+        return model.item_bytes * elements_on_rank(model, shape.parameters, rank, shape.sizes)
 
     def trained_state(self, model: PlacedModel, shape: ModelShape, rank: int) -> State:
         per = self.per_parameter(model)
         trained = elements_on_rank(model, shape.with_gradients, rank)
         frozen = elements_on_rank(model, shape.parameters, rank) - trained
         return State(
-            weights=per.weights * trained + item_bytes(model) * frozen,
+            weights=per.weights * trained + model.item_bytes * frozen,
             gradients=per.gradients * trained,
             optimizer=per.optimizer * trained,
-            moments=4 * num_moments(model.settings.optimizer) * trained,
+            moments=4 * model.settings.optimizer.num_moments * trained,
         )
 
     def gathered(self, model: PlacedModel, units: Units, activations: int) -> int:
-        item = item_bytes(model)
+        item = model.item_bytes
         # a unit arrives in one buffer and is copied from there; float32 shards are sent as a 16-bit copy
         cast = model.num_shards if model.trained and item < 4 else 0
         at_first = 2 * units.root + 2 * units.layer + (units.root // cast if cast else 0)
@@ -113,7 +110,7 @@ class EngineBytes:
         tiled = tiled_gradients(model, trained)
         if model.split == "whole":
             return max(cast_bytes(model) * trained.largest, tiled)
-        sharded = item_bytes(model) * trained.head + UNREDUCED_BYTES * trained.layer
+        sharded = model.item_bytes * trained.head + UNREDUCED_BYTES * trained.layer
         return max(cast_bytes(model) * trained.head, sharded, tiled)
 
     def update(self, model: PlacedModel, trained: Units) -> int:
@@ -136,12 +133,12 @@ class EngineBytes:
 
 def tiled_gradients(model: PlacedModel, trained: Units) -> int:
     """Return the bytes of the gradients of an MLP in tiles, which sums those of all of its tensors in float32."""
-    return (4 + item_bytes(model)) * trained.mlp if model.settings.tiled_mlp else 0
+    return (4 + model.item_bytes) * trained.mlp if model.settings.tiled_mlp else 0
 
 
 def cast_bytes(model: PlacedModel) -> int:
     """Return the bytes of a gradient in float32 and, in 16 bits, in its own type."""
-    item = item_bytes(model)
+    item = model.item_bytes
     return 4 + (item if item < 4 else 0)
 
 

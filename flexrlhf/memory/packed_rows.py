@@ -21,9 +21,8 @@ from math import ceil
 from typing import NamedTuple
 
 from flexrlhf.config.model_names import LLAMA_LIKE, WITH_EXPERTS
-from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 PACKED_FAMILIES = frozenset(LLAMA_LIKE + WITH_EXPERTS)
 """Model types whose attention in transformers takes any mask, where no window restricts it."""
@@ -70,6 +69,15 @@ class TextGroup:
         """The same sequences, each with a copy of the prompt."""
         return tuple(TextGroup(self.prompt, (response,)) for response in self.responses)
 
+    def units(self, budget: int, shares: bool, compares: bool, masks: bool = True) -> tuple[Unit, ...]:
+        """Return the sequences of a prompt in units, in order.
+
+        shares:    whether several sequences may share a copy of the prompt, as far as ``budget`` has room for them.
+        compares:  whether all sequences are in one pass.
+        masks:     whether attention over a row is computed under a mask.
+        """
+        return as_units(shared(self, budget, masks) if shares else self.apart, compares)
+
 
 Unit = tuple[TextGroup, ...]
 """Groups of sequences that are in one pass."""
@@ -103,6 +111,37 @@ class PackedPass:
         """Units in the pass, in order."""
         return tuple(sorted({place.unit for row in self.rows for place in row}))
 
+    # a rank's models, and epochs, compute the same mini-batches: the layout of each is decided once
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def all_of(
+        units: tuple[Unit, ...], budget: int, together: bool = True, masks: bool = True
+    ) -> tuple[PackedPass, ...]:
+        """Return passes of at most ``budget`` computed tokens, each of at least one unit. A unit is in one pass.
+
+        together:  whether several groups may be in one row.
+        masks:     whether attention over a row is computed under a mask.
+
+        Deterministic, so all ranks of a tensor-parallel group agree.
+        """
+        order = sorted(range(len(units)), key=lambda unit: -_longest(units[unit]))
+        passes: list[PackedPass] = []
+        while order:
+            if together:
+                longest = _longest(units[order[0]])
+                widths = dict.fromkeys(ceil(longest * factor) for factor in WIDTHS)
+                fits = [width for width in widths if width <= max(budget, longest)] if masks else [max(budget, longest)]
+                fillings = [_filled(units, order, width, budget) for width in fits]
+                # one unit may be above the budget: wider rows would add to it
+                most = max(budget, fillings[0].tokens)
+                best = min((each for each in fillings if each.tokens <= most), key=_Filling.cost)
+            else:
+                best = _apart(units, order, budget)
+            passes.append(best.as_pass())
+            taken = set(best.units)
+            order = [unit for unit in order if unit not in taken]
+        return tuple(passes)
+
 
 def may_pack(model_type: str, attention: str, window: int | None, longest: int) -> bool:
     """Whether several sequences may be in one row. ``window``: of sliding attention; ``longest``: tokens of one."""
@@ -118,16 +157,6 @@ def has_lengths(model_type: str, attention: str) -> bool:
 def takes_lengths(model_type: str, attention: str, window: int | None, longest: int) -> bool:
     """Whether passes compute attention by the lengths of sequences; the arguments are as in ``may_pack``."""
     return has_lengths(model_type, attention) and may_pack(model_type, attention, window, longest)
-
-
-def units_of(group: TextGroup, budget: int, shares: bool, compares: bool, masks: bool = True) -> tuple[Unit, ...]:
-    """Return the sequences of a prompt in units, in order.
-
-    shares:    whether several sequences may share a copy of the prompt, as far as ``budget`` has room for them.
-    compares:  whether all sequences are in one pass.
-    masks:     whether attention over a row is computed under a mask.
-    """
-    return as_units(shared(group, budget, masks) if shares else group.apart, compares)
 
 
 def as_units(groups: tuple[TextGroup, ...], compares: bool) -> tuple[Unit, ...]:
@@ -156,35 +185,6 @@ def _copies(group: TextGroup, count: int) -> tuple[TextGroup, ...]:
 def _row_cost(width: int) -> float:
     """Return the cost of a row in tokens of a short one."""
     return width * (1 + width / EQUAL_WIDTH)
-
-
-# a rank's models, and epochs, compute the same mini-batches: the layout of each is decided once
-@lru_cache(maxsize=64)
-def packed(units: tuple[Unit, ...], budget: int, together: bool = True, masks: bool = True) -> tuple[PackedPass, ...]:
-    """Return passes of at most ``budget`` computed tokens, each of at least one unit. A unit is in one pass.
-
-    together:  whether several groups may be in one row.
-    masks:     whether attention over a row is computed under a mask.
-
-    Deterministic, so all ranks of a tensor-parallel group agree.
-    """
-    order = sorted(range(len(units)), key=lambda unit: -_longest(units[unit]))
-    passes = []
-    while order:
-        if together:
-            longest = _longest(units[order[0]])
-            widths = dict.fromkeys(ceil(longest * factor) for factor in WIDTHS)
-            fits = [width for width in widths if width <= max(budget, longest)] if masks else [max(budget, longest)]
-            fillings = [_filled(units, order, width, budget) for width in fits]
-            # one unit may be above the budget: wider rows would add to it
-            most = max(budget, fillings[0].tokens)
-            best = min((each for each in fillings if each.tokens <= most), key=_Filling.cost)
-        else:
-            best = _apart(units, order, budget)
-        passes.append(best.as_pass())
-        taken = set(best.units)
-        order = [unit for unit in order if unit not in taken]
-    return tuple(passes)
 
 
 def _longest(unit: Sequence[TextGroup]) -> int:
@@ -317,30 +317,29 @@ class PassSize:
         return replace(self, tokens=tokens, responses=min(self.responses, tokens), total=total)
 
 
-def packs_texts(settings: ModelSpec, shape: ModelShape | None, longest: int) -> bool:
-    """Whether passes of a model have several sequences in a row. ``longest``: tokens of a sequence."""
-    return settings.pack_texts and decodes_in_slots(settings, shape, longest)
+@dataclass(frozen=True)
+class TextPacking:
+    """How a model's sequences lie in the rows of its passes.
 
+    in_slots:  whether transformers decodes rows in slots (engines/slots.py).
+    packs:     whether forward and training passes have several sequences in a row.
+    masks:     whether attention in them reads a mask.
+    """
 
-def decodes_in_slots(settings: ModelSpec, shape: ModelShape | None, longest: int) -> bool:
-    """Whether transformers decodes rows in slots (engines/slots.py); the arguments are as in ``packs_texts``."""
-    if shape is None or shape.sizes is None:
-        return False
-    return may_pack(shape.sizes.family, settings.attention, shape.window, longest)
+    in_slots: bool
+    packs: bool
+    masks: bool
 
-
-def reads_masks(model: PlacedModel, shape: ModelShape | None, longest: int) -> bool:
-    """Whether attention in forward and training passes of ``model`` reads a mask; arguments as of ``packs_texts``."""
-    if shape is None or shape.sizes is None:
-        return True
-    if not model.facts.transformers_modules:
-        return False
-    return not takes_lengths(shape.sizes.family, model.settings.attention, shape.window, longest)
-
-
-def shares_prompts(settings: ModelSpec) -> bool:
-    """Whether samples of one prompt share a copy of it if sequences are packed; encoded again, they have no prompt."""
-    return settings.share_prompts and not settings.retokenize
+    @classmethod
+    def of(cls, model: PlacedModel, shape: ModelShape | None, longest: int) -> TextPacking:
+        """Return how ``model`` packs. ``longest``: tokens of a sequence."""
+        settings, facts = model.settings, model.facts
+        if shape is None or shape.sizes is None:
+            return cls(in_slots=False, packs=False, masks=True)
+        of_model = shape.sizes.family, settings.attention, shape.window, longest
+        in_slots = may_pack(*of_model)
+        masks = facts.transformers_modules and not takes_lengths(*of_model)
+        return cls(in_slots, settings.pack_texts and in_slots, masks)
 
 
 @lru_cache(maxsize=4096)
@@ -369,7 +368,7 @@ def largest_pass(
     """
     whole = TextGroup(prompt, (response,) * samples)
     shares = packs and shares
-    units = units_of(whole, budget, shares, compares, masks)
+    units = whole.units(budget, shares, compares, masks)
     rows_of_prompt = [part for unit in units for part in unit]
     longest_row = max(part.tokens for part in rows_of_prompt)
     tokens = max(budget, longest_row * max(map(len, units)))

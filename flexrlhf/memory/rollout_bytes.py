@@ -11,7 +11,7 @@ from dataclasses import replace
 from flexrlhf.memory.states import State
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 GRAPH_BYTES = 0.3e6
 """Of one captured pass, for each layer: 1.50 GB of Kimi-K2.6 (61 layers, 51 sizes in pieces and 35 whole; vLLM issue

@@ -8,21 +8,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.weights.model_files import LANGUAGE_HEAD
-from flexrlhf.weights.shapes import DTYPE_BYTES, HashedParameters, ModelShape, Parameters
-from flexrlhf.weights.shards import (
-    elements_on_rank,
-    fsdp_dim,
-    fused_name,
-    is_of_experts,
-    last_words,
-    parts_of,
-    shape_of_stage,
-)
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import HashedParameters, ParameterName, Parameters
+from flexrlhf.weights.shards import elements_on_rank, fsdp_dim, parts_of
 
 
 def zero_split(stage: int, num_ranks: int) -> tuple[int, int, int]:
@@ -124,16 +116,6 @@ def reused_bytes(states: Mapping[ModelName, State | None], absent: Collection[st
     return found
 
 
-def num_moments(optimizer: OptimizerSpec) -> int:
-    """Return the float32 moments of each parameter: two of AdamW and Adam, none of SGD."""
-    return 0 if optimizer.name == "sgd" else 2
-
-
-def item_bytes(model: PlacedModel) -> int:
-    """Return the bytes of one number of the model's dtype."""
-    return DTYPE_BYTES[model.settings.dtype]
-
-
 def as_gathered(model: PlacedModel) -> PlacedModel:
     """Return ``model`` as it is once shards are gathered."""
     return replace(model, settings=model.settings.model_copy(update={"zero": 0}))
@@ -147,7 +129,7 @@ def sliced_elements(model: PlacedModel, parameters: Parameters, rank: int) -> in
 @lru_cache(maxsize=256)
 def count_kinds(parameters: Parameters) -> Counter[tuple[str, tuple[int, ...]]]:
     """Count parameters that are split alike: layers repeat, and a split depends on shape and the end of a name."""
-    return Counter((last_words(name), size) for name, size in parameters)
+    return Counter((ParameterName(name).last_words, size) for name, size in parameters)
 
 
 def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
@@ -157,7 +139,7 @@ def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
     """
     assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
     settings, block = model.settings, model.facts.cache_block
-    blocks_of_stage = Blocks(shape.sizes, DTYPE_BYTES[settings.dtype], settings.tp, pp=settings.pp)
+    blocks_of_stage = Blocks(shape.sizes, settings.item_bytes, settings.tp, pp=settings.pp)
     per_token = blocks_of_stage.kv_bytes_per_token()
     return (-(-settings.generate_tokens // block) + 1) * block * per_token
 
@@ -198,7 +180,7 @@ def trained_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
 
 
 def _stage(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
-    return shape_of_stage(shape, model.layout.stage(rank), model.layout.pp)
+    return shape.of_stage(model.layout.stage(rank), model.layout.pp)
 
 
 def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
@@ -229,7 +211,7 @@ def _turned_of(engine: str, tp: int, ep: int, experts: Parameters, rank: int, sh
 @lru_cache(maxsize=256)
 def _experts(parameters: Parameters) -> Parameters:
     """Return the parameters of the experts of the largest layer."""
-    return tuple(item for item in _root_and_layer(parameters)[1] if is_of_experts(item[0]))
+    return tuple(item for item in _root_and_layer(parameters)[1] if ParameterName(item[0]).is_of_experts)
 
 
 @cache
@@ -242,7 +224,7 @@ def with_fused_layers(parameters: Parameters) -> Parameters:
     """Return ``parameters`` as Megatron-Core stores them: fused ones are one, called by the first of them."""
     fused: dict[str, tuple[int, ...]] = {}
     for name, size in parameters:
-        first = fused_name(name)
+        first = ParameterName(name).fused
         rows = fused[first][0] if first in fused else 0
         fused[first] = (rows + size[0], *size[1:])
     return HashedParameters(sorted(fused.items()))
@@ -274,7 +256,7 @@ def _largest(parameters: Parameters) -> Parameters:
 def _head(parameters: Parameters) -> Parameters:
     """Return the language head; a tied one is the embedding."""
     found = dict(parameters)
-    name = LANGUAGE_HEAD if LANGUAGE_HEAD in found else "model.embed_tokens.weight"
+    name = ParameterName.LANGUAGE_HEAD if ParameterName.LANGUAGE_HEAD in found else "model.embed_tokens.weight"
     return ((name, found[name]),) if name in found else ()
 
 

@@ -6,17 +6,16 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from flexrlhf.config.model_settings import DTYPE_BYTES
 from flexrlhf.config.spec import SyncSpec
-from flexrlhf.memory.states import item_bytes, num_moments
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.expert_files import file_shapes
 from flexrlhf.weights.loading import is_read_in_parts
-from flexrlhf.weights.lora import is_merged, shape_of
 from flexrlhf.weights.model_files import BLOCK_BYTES
-from flexrlhf.weights.saving import saved_files, saved_type, written_names
-from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, Parameters, count_elements
-from flexrlhf.weights.shards import part_elements, trained_parts
-from flexrlhf.weights.sync_plan import sent_dtype
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import Parameters
+from flexrlhf.weights.saving import SavedFile, saved_type, written_names
+from flexrlhf.weights.shards import part_elements
 from flexrlhf.weights.sync_volumes import merged_elements, volumes
 from flexrlhf.weights.transfers import NodeOf
 
@@ -54,7 +53,7 @@ def sync_parts(
 
     A rank is counted as packing for every different part of the destination; of several replicas some pack less.
     """
-    item = DTYPE_BYTES[sent_dtype(destination, settings.dtype)]
+    item = destination.sent_item_bytes(settings.dtype)
     sizes = volumes(source, destination, shape, rank, node_of, overlaps)
     parts: dict[str, int | None] = {}
     if overlaps:
@@ -65,8 +64,8 @@ def sync_parts(
     if buffered:
         # in one bucket, or in as many as exist at a time
         parts["buckets"] = min(item * buffered, settings.bucket_bytes)
-    if is_merged(destination, shape) and rank in source.ranks:
-        largest = max(math.prod(size) for _, size in shape_of(destination, shape).trained)
+    if shape.is_merged_in(destination) and rank in source.ranks:
+        largest = max(math.prod(size) for _, size in shape.of_copy(destination).trained)
         region = min(largest, settings.bucket_bytes // item)
         gathered = 4 * merged_elements(source, destination, shape, rank, node_of)
         # the base weights of a region in float32, B A, and their sum
@@ -98,12 +97,12 @@ def saved_model(model: PlacedModel, shape: ModelShape, bucket_bytes: int, shard_
     family, most = "" if shape.sizes is None else shape.sizes.family, float(shard_bytes)
     if model.settings.lora is not None:
         most = math.inf
-    return _saved(family, shape_of(model, shape).trained, _saved_item(model, shape), bucket_bytes, most)
+    return _saved(family, shape.of_copy(model).trained, _saved_item(model, shape), bucket_bytes, most)
 
 
 @lru_cache(maxsize=256)
 def _saved(family: str, parameters: Parameters, item: int, bucket_bytes: int, shard_bytes: float) -> Saved:
-    files = saved_files(family, dict(parameters), item, bucket_bytes, shard_bytes)
+    files = SavedFile.all_of(family, dict(parameters), item, bucket_bytes, shard_bytes)
     buckets = [each for file in files for each in file.buckets]
     whole, experts = (
         [each.size for each in buckets if (each.experts is None) == is_whole] for is_whole in (True, False)
@@ -113,7 +112,7 @@ def _saved(family: str, parameters: Parameters, item: int, bucket_bytes: int, sh
 
 def saved_bytes(model: PlacedModel, shape: ModelShape) -> int:
     """Return the bytes of a saved model: all trained weights, whole."""
-    return _saved_item(model, shape) * count_elements(shape.trained)
+    return _saved_item(model, shape) * shape.num_trained
 
 
 def writing_bytes(model: PlacedModel, shape: ModelShape, saved: Saved, num_ranks: int) -> int:
@@ -151,10 +150,10 @@ def loading_bytes(model: PlacedModel, shape: ModelShape) -> int:
     A block of a file at a time is read into the part; ZeRO-3 makes one tensor at a time before it partitions it.
     """
     if is_loaded_whole(model, shape):
-        return 4 * count_elements(shape.parameters)
+        return 4 * shape.num_parameters
     largest = _largest_tensor(shape.parameters)
     block = min(BLOCK_BYTES, 4 * largest)
-    return block + (item_bytes(model) * largest if model.facts.split(model.settings.zero) == "flat" else 0)
+    return block + (model.item_bytes * largest if model.facts.split(model.settings.zero) == "flat" else 0)
 
 
 def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
@@ -163,11 +162,11 @@ def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
     That is float32 weights and moments of a trained model, of a copy that follows it the weights alone. Ranks that
     store the same take turns.
     """
-    parts = trained_parts(model, shape, rank)
+    parts = shape.trained_parts(model, rank)
     if not model.trained:
-        return item_bytes(model) * part_elements(parts, sorted(written_names(model, shape, rank)))
+        return model.item_bytes * part_elements(parts, sorted(written_names(model, shape, rank)))
     settings = model.settings
-    item = 4 * (1 + num_moments(settings.optimizer))
+    item = 4 * (1 + settings.optimizer.num_moments)
     if settings.zero in (1, 2) and model.facts.split(settings.zero) == "whole":
         # each replica copies the elements that it updates
         return item * -(-part_elements(parts, list(parts)) // model.layout.of_weights.dp)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
-from flexrlhf.config.engines import EngineFacts, Split, facts_of
-from flexrlhf.config.model_settings import Head, ModelSpec, ShadowSpec
+from flexrlhf.config.engines import TORCH, EngineFacts, Split, facts_of
+from flexrlhf.config.model_settings import DTYPE_BYTES, Dtype, Head, LoraSpec, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import OperatorPlacement
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.errors import SettingError, either
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 
+Found = TypeVar("Found")
 SHADOW = "shadow"
 ROLLOUT = "rollout"
 
@@ -275,3 +277,85 @@ class PlacedModel:
         ranks, and two between stages. Each has as much memory as one of ours: 0.48 GB for ``tp`` 8 (vLLM PR 46234)."""
         tp, pp = self.settings.tp > 1, self.settings.pp > 1
         return tp + (tp and has_experts) + 2 * pp
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one number of the model's dtype."""
+        return self.settings.item_bytes
+
+    def sent_dtype(self, dtype: Dtype | None) -> Dtype:
+        """Return the type in which weights are sent: that of this copy, or ``dtype`` (``sync.dtype``) if it is smaller.
+
+        The copy then has the rounded values in its own type, also where a rank copies from itself: results do not
+        depend on what crosses.
+        """
+        own = self.settings.dtype
+        return dtype if dtype is not None and DTYPE_BYTES[dtype] < DTYPE_BYTES[own] else own
+
+    def sent_item_bytes(self, dtype: Dtype | None) -> int:
+        """Return the bytes of one number of ``sent_dtype``."""
+        return DTYPE_BYTES[self.sent_dtype(dtype)]
+
+    def is_filled_in_place(self, source: PlacedModel) -> bool:
+        """Whether every rank of this copy has all that it stores from its own trained model ``source``."""
+        if not set(self.ranks) <= set(source.ranks):
+            return False
+        is_alike = (source.engine, source.layout) == (self.engine, self.layout)
+        layout = source.layout
+        return source.split == "whole" and (layout.tp == layout.pp == layout.ep == 1 or is_alike)
+
+    def adapter_gathers(self, source: PlacedModel) -> tuple[tuple[int, ...], ...]:
+        """Return the sets of ranks of ``source`` that gather adapters before these are merged: shards of the same part
+        of the model, which may have adapters."""
+        merges = self.adapters_to_merge(source) is not None
+        return tuple(dict.fromkeys(map(source.shard_set, source.ranks))) if merges and source.num_shards > 1 else ()
+
+    def adapters_to_merge(self, source: PlacedModel) -> LoraSpec | None:
+        """Return the adapters of ``source`` that this copy, a rollout engine, stores inside the weights that they
+        change."""
+        return source.settings.lora if self.rollout is not None and self.settings.lora is None else None
+
+    def position(self, rank: int) -> tuple[int, int, int]:
+        """Return all that the part of the model on a rank depends on: the stage, the tensor-parallel part, and the
+        shard or the experts.
+        """
+        layout = self.layout.of_weights
+        return layout.stage(rank), layout.tp_index(rank), layout.replica(rank) % max(self.num_shards, layout.ep)
+
+    def by_position(self, of: Callable[[int], Found]) -> dict[int, Found]:
+        """Return ``of`` each rank; ranks at the same position of its layout share one result."""
+        found: dict[tuple[int, int, int], Found] = {}
+        ranks: dict[int, Found] = {}
+        for rank in self.ranks:
+            position = self.position(rank)
+            if position not in found:
+                found[position] = of(rank)
+            ranks[rank] = found[position]
+        return ranks
+
+    @property
+    def stored_dtype(self) -> Dtype:
+        """Type of the weights that its passes read: shards of FSDP2 that it trains are float32."""
+        return "float32" if self.trained and self.split == "rows" else self.settings.dtype
+
+    @property
+    def shared_buffer(self) -> str:
+        """Why no tensor of the trained model can be freed by itself; empty if tensors can."""
+        if self.engine == TORCH.name or (self.facts.fused_layers and self.settings.zero == 0):
+            return ""
+        return f"{self.engine} keeps the weights of {self.name} in one buffer"
+
+    def obstacle_to_reuse(self, source: PlacedModel, sync_dtype: Dtype | None) -> str:
+        """Return why this copy on ranks of its ``source`` stores all of its weights by itself; empty if it need not."""
+        if not self.is_transient:
+            return "its weights stay between its calls"
+        if self.engine != TORCH.name or self.split != "whole":
+            return f"{self.engine} has shards or buffers of its own"
+        if source.split == "flat":
+            return f"{source.engine} shards {source.name} as flat ranges"
+        trained, own = source.stored_dtype, self.settings.dtype
+        if trained != own:
+            return f"{source.name} is stored in {trained}, and it computes in {own}"
+        if (sent := self.sent_dtype(sync_dtype)) != own:
+            return f"sync.dtype rounds its weights to {sent}"
+        return ""

@@ -10,8 +10,6 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.placement import Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Run, Save
-from flexrlhf.weights.reuse import obstacle
-from flexrlhf.weights.shards import position_of
 
 
 def first_alike(
@@ -38,7 +36,7 @@ def first_alike(
     rows = {model.name: _rows(layouts[model.name], shapes) for model in placement.models}
     # what a copy reuses depends on the shard of its source
     copies = [model for model in placement.models if model.is_transient]
-    shared = {copy.role for copy in copies if not obstacle(placement[copy.role], copy, None)}
+    shared = {copy.role for copy in copies if not copy.obstacle_to_reuse(placement[copy.role], None)}
 
     def work_of(rank: int) -> object:
         placed = [
@@ -54,7 +52,7 @@ def first_alike(
 
 def _position(model: PlacedModel, rank: int, with_shard: bool) -> tuple[int, ...]:
     """Return the tensor-parallel part and the pipeline stage on ``rank``, and its shard if that matters."""
-    stage, tp_index, shard = position_of(model, rank)
+    stage, tp_index, shard = model.position(rank)
     return (stage, tp_index, shard) if with_shard else (stage, tp_index)
 
 

@@ -12,7 +12,6 @@ from flexrlhf.operators.columns import EXPERTS
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.placement import Placement
-from flexrlhf.weights.lora import rank_in_vllm
 
 
 def check_operators(graph: Graph, placement: Placement, is_evaluated: bool = False) -> None:
@@ -181,7 +180,7 @@ def _check_separate(trained: PlacedModel) -> None:
             f"separate sends the adapters of models.{trained.role}, which has none; set "
             f"{trained.key('lora')}, or use merged",
         )
-    rank_in_vllm(trained.role, lora)
+    lora.rank_in_vllm(trained.role)
 
 
 def _check_sharding(model: PlacedModel) -> None:

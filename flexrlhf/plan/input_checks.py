@@ -37,7 +37,6 @@ from flexrlhf.weights.adapter_files import adapter_layers, base_model, has_adapt
 from flexrlhf.weights.loading import is_native, load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
     INDEX,
-    SCALAR_HEAD,
     SINGLE,
     check_left_over,
     check_stored,
@@ -45,6 +44,7 @@ from flexrlhf.weights.model_files import (
     stored_tensors,
     weight_files,
 )
+from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import read_config
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
@@ -252,7 +252,7 @@ def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) 
     if is_native(family):
         built = _without_weights(role, model, config, head)
         if model.path is not None and family not in LLAMA_LIKE:
-            _check_files(role, model, built, {SCALAR_HEAD} if new_head else set())
+            _check_files(role, model, built, {ParameterName.SCALAR_HEAD} if new_head else set())
         for number, directory in enumerate(layers):
             _check_adapters(role, directory, built if number == 0 else _without_weights(role, model, config, head))
     return config
@@ -289,10 +289,10 @@ def _without_weights(role: str, model: ModelSpec, config: Any, head: Head) -> An
     except UserError:
         _check_names(key, config)
         raise
-    if head == "scalar" and SCALAR_HEAD not in dict(built.named_parameters()):
+    if head == "scalar" and ParameterName.SCALAR_HEAD not in dict(built.named_parameters()):
         raise UserError(
-            f"{key}: the head of {kind} is no {SCALAR_HEAD}, so it gives no score at each token; use a model such as "
-            f"{LLAMA_LIKE[0]}"
+            f"{key}: the head of {kind} is no {ParameterName.SCALAR_HEAD}, so it gives no score at each token; use a "
+            f"model such as {LLAMA_LIKE[0]}"
         )
     return built
 
@@ -327,7 +327,7 @@ def _check_files(role: str, model: ModelSpec, built: Any, optional: set[str]) ->
         return
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
     found, key = named_as(stored, shapes), model_key(role, model)
-    missing = set(shapes) - set(found) - {SCALAR_HEAD}
+    missing = set(shapes) - set(found) - {ParameterName.SCALAR_HEAD}
     others = {name for name in found if name not in shapes and name.endswith((".weight", ".bias"))}
     if missing and others:
         return

@@ -21,7 +21,7 @@ from flexrlhf.config.model_names import (
 )
 from flexrlhf.config.model_settings import OF_ROUTERS, Head, ModelSpec
 from flexrlhf.errors import SettingError, UserError, either
-from flexrlhf.memory.packed_rows import PACKED_FAMILIES, decodes_in_slots, has_lengths
+from flexrlhf.memory.packed_rows import PACKED_FAMILIES, TextPacking, has_lengths
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
@@ -30,9 +30,9 @@ from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.engine_checks import check_replayed_passes, check_ring, check_settings, engines_with
 from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.lora import expert_candidates
-from flexrlhf.weights.shapes import ModelShape, read_config
-from flexrlhf.weights.shards import is_of_experts
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.shapes import read_config
 
 FLASH = Package("flash_attn", "flash", "flash-attn")
 FLASH_CAPABILITY = 8.0
@@ -174,7 +174,7 @@ def _check_mapped(model: PlacedModel, shape: ModelShape | None, longest: int) ->
     if shape is None or found is not None:
         raise model.refusal("engine", f"{model.engine} maps {', '.join(STAGED)} models, found {found}; use {others}")
     lora = model.settings.lora
-    adapted = {*expert_candidates(shape.parameters)} & {*(() if lora is None else lora.targets or ())}
+    adapted = {*shape.expert_candidates} & {*(() if lora is None else lora.targets or ())}
     if adapted:
         raise model.refusal(
             "lora",
@@ -229,7 +229,7 @@ def _check_modules(model: PlacedModel, shape: ModelShape | None) -> None:
 
 def _check_graphs(model: PlacedModel, shape: ModelShape | None, longest: int) -> None:
     """Raise UserError for a model whose rows are decoded in waves. ``longest``: tokens of a row."""
-    if not decodes_in_slots(model.settings, shape, longest):
+    if not TextPacking.of(model, shape, longest).in_slots:
         raise model.refusal(
             "cuda_graphs",
             f"true is for {', '.join(sorted(PACKED_FAMILIES))} models with attention auto, "
@@ -400,7 +400,7 @@ def _check_experts(model: PlacedModel, shape: ModelShape) -> None:
 def _check_tokens_of_experts(model: PlacedModel, shape: ModelShape) -> None:
     """Raise UserError for passes that read nothing on the host, of a model whose experts are on several ranks or have
     adapters."""
-    settings, is_adapted = model.settings, any(map(is_of_experts, shape.adapters))
+    settings, is_adapted = model.settings, any(ParameterName(name).is_of_experts for name in shape.adapters)
     reasons = {"ep": settings.ep > 1, "tp": settings.tp > 1 and model.facts.ep, "lora.targets": is_adapted}
     for setting in (name for name, holds in reasons.items() if holds):
         instead = "of attention alone" if setting == "lora.targets" else "1"

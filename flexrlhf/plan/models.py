@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from os.path import realpath
 from pathlib import Path
 
@@ -23,9 +24,10 @@ from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_family
 from flexrlhf.plan.score_sources import SECTIONS
 from flexrlhf.weights.adapter_files import adapters_in, goes_on, has_adapters, stored_adapters
-from flexrlhf.weights.lora import check_rank, lora_candidates, with_adapters
-from flexrlhf.weights.model_files import SCALAR_HEAD, check_stored
-from flexrlhf.weights.shapes import ModelShape, first_equal, model_shape, read_config
+from flexrlhf.weights.model_files import check_stored
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.shapes import model_shape, read_config
 
 _ORIGINS = {"ref": "actor", "critic": "reward", "cost_critic": "cost"}
 """Role → the one whose weights it starts from if it has none: a critic from the model that scores."""
@@ -167,7 +169,7 @@ def _new_or_stored(role: str, model: ModelSpec, head: Head, pending: Mapping[Pat
         return lora
     stored = before.lora if before is not None else adapters_in(role, str(path))
     shape = None if before is not None or stored is None else model_shape(role, model, head)
-    if stored is not None and shape is not None and {*lora_candidates(shape.parameters)} == {*(stored.targets or ())}:
+    if stored is not None and shape is not None and {*shape.lora_candidates} == {*(stored.targets or ())}:
         # as a run writes that has saved them
         stored = stored.model_copy(update={"targets": None})
     if stored is None and lora.new is False:
@@ -291,9 +293,9 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
         if shape is not None:
             shape = shape if saved is None else replace(shape, stored=saved)
             if lora is not None:
-                shape = with_adapters(role, shape, lora, role in keep_starts)
+                shape = shape.with_adapters(role, lora, role in keep_starts)
                 if lora.new is not False:
-                    check_rank(role, shape, lora)
+                    shape.check_rank(role, lora)
                 elif not saved_later:
                     _check_stored_adapters(role, str(model.path), shape)
             shapes[role] = first_equal(shape)
@@ -303,9 +305,15 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
 def _check_stored_adapters(role: str, path: str, shape: ModelShape) -> None:
     """Raise UserError for files of adapters that are not those of the model."""
     expected, key = dict(shape.trained), f"models.{role}.path {path}"
-    check_stored(key, stored_adapters(role, path), expected, {SCALAR_HEAD}, "its base model")
+    check_stored(key, stored_adapters(role, path), expected, {ParameterName.SCALAR_HEAD}, "its base model")
 
 
 def origins_first(graph: Graph) -> list[str]:
     """Return the roles in the order of checks: origins of others first, so that messages name written models."""
     return sorted(graph.roles, key=lambda role: role in _ORIGINS)
+
+
+@lru_cache(maxsize=256)
+def first_equal(shape: ModelShape) -> ModelShape:
+    """Return the first shape that equals ``shape``, so that tables with shapes as keys need not compare parameters."""
+    return shape

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
-from flexrlhf.weights.shards import by_position, part_elements, trained_parts
+from flexrlhf.weights.shards import part_elements
 from flexrlhf.weights.sync_plan import sync_bytes, sync_links
 
 if TYPE_CHECKING:
@@ -147,10 +147,10 @@ class PlanTraffic:
         shape, found = self.plan.shapes[model.role], defaultdict[int, float](float)
 
         def elements_on(rank: int) -> int:
-            parts = trained_parts(model, shape, rank)
+            parts = shape.trained_parts(model, rank)
             return part_elements(parts, list(parts))
 
-        elements = by_position(model, elements_on)
+        elements = model.by_position(elements_on)
         for ranks in _summing(model):
             nodes = set(map(self.plan.cluster.node_of, ranks))
             summed = sum(map(elements.__getitem__, ranks)) if _is_sharded_over_all(model) else elements[ranks[0]]

@@ -53,7 +53,7 @@ from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
 from flexrlhf.strategies.late_operators import combines_behind_training
 from flexrlhf.strategies.schedule import Schedule
 from flexrlhf.strategies.strategy import Strategy
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 SECOND_VLLM = "a process can have one vllm that sleeps, which an earlier run of this command is"
 """Why a later run of a command generates with transformers."""

@@ -12,9 +12,9 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.gpu_warnings import gpu_warnings
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted, ranks_text, span_of
-from flexrlhf.weights.reuse import Reuse, obstacle, shared_memory
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import layer_of, of_stage
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.reuse import Reuse
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -101,9 +101,9 @@ def _stages(model: PlacedModel, shape: ModelShape | None) -> Iterator[str]:
         return
     for stage in range(layout.pp):
         ranks = tuple(rank for rank in model.ranks if layout.stage(rank) == stage)
-        names = [name for name, _ in of_stage(shape, stage, layout.pp)]
-        layers = sorted({number for name in names if (number := layer_of(name)) is not None})
-        others = sorted({name.removesuffix(".weight") for name in names if layer_of(name) is None})
+        names = [name for name, _ in shape.of_stage(stage, layout.pp).parameters]
+        layers = sorted({number for name in names if (number := ParameterName(name).layer) is not None})
+        others = sorted({name.removesuffix(".weight") for name in names if ParameterName(name).layer is None})
         shown = f", {', '.join(others)}" if others else ""
         yield f"stage {stage} on {ranks_text(ranks)}: layers {layers[0]}-{layers[-1]}{shown}"
 
@@ -116,7 +116,7 @@ def _reused(plan: Plan, copy: PlacedModel) -> Iterator[str]:
     common = [rank for rank in copy.ranks if rank in source.ranks]
     if not (copy.follows and common and copy.role in plan.shapes):
         return
-    if reason := obstacle(source, copy, plan.spec.sync.dtype):
+    if reason := copy.obstacle_to_reuse(source, plan.spec.sync.dtype):
         yield f"next to the weights of {source.name}: {reason}"
         return
     if not plan.spec.debug.reused_weights:
@@ -135,7 +135,7 @@ def _reused_text(reuse: Reuse | None, source: PlacedModel) -> str:
         return f"next to the weights of {source.name}, which are not inside its own"
     stored, once = (reuse.source_elements(names) for names in (reuse.source_parts, reuse.views | reuse.lent))
     if stored > once:
-        why = shared_memory(source) or "they are not inside its own"
+        why = source.shared_buffer or "they are not inside its own"
         return f"next to {100 * (stored - once) / stored:.3g} % of the weights of {source.name}: {why}"
     if reuse.lent:
         return f"contains the weights of {source.name}, which have no memory of their own meanwhile"

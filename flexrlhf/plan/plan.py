@@ -34,7 +34,7 @@ from flexrlhf.strategies.instructions import Offload, Run
 from flexrlhf.strategies.residency import DeviceMemory
 from flexrlhf.strategies.schedule import Schedule
 from flexrlhf.strategies.workload import workload
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from flexrlhf.memory.packed_rows import packs_texts, reads_masks, shares_prompts
+from flexrlhf.memory.packed_rows import TextPacking
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.gpu_warnings import gpu_warnings
@@ -159,13 +159,13 @@ def _passes(plan: Plan) -> str:
     """Return how sequences lie in the rows of forward and training passes."""
     models = [model for model in plan.placement.models if model.rollout is None]
     packed = {
-        model.name: packs_texts(model.settings, plan.shapes.get(model.role), plan.lengths.of_role(model.role).total)
+        model.name: TextPacking.of(model, plan.shapes.get(model.role), plan.lengths.of_role(model.role).total).packs
         for model in models
     }
     if not any(packed.values()):
         return "one text in each row of a pass"
     others = [name for name, packs in packed.items() if not packs]
-    shares = [shares_prompts(model.settings) for model in models if packed[model.name]]
+    shares = [model.settings.shares_in_passes for model in models if packed[model.name]]
     once = f", a prompt once for its {_response(plan)}s" if plan.batch.samples_per_prompt > 1 and any(shares) else ""
     packs = f"passes pack texts{once}" + (f", except {', '.join(others)}" if others else "")
     return f"{packs}; {_attention(plan, models)}"
@@ -176,7 +176,7 @@ def _attention(plan: Plan, models: Sequence[PlacedModel]) -> str:
     masked = {
         model.name: model.settings.attention
         for model in models
-        if reads_masks(model, plan.shapes.get(model.role), plan.lengths.of_role(model.role).total)
+        if TextPacking.of(model, plan.shapes.get(model.role), plan.lengths.of_role(model.role).total).masks
     }
     if not masked:
         return "attention by lengths"

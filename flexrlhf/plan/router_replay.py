@@ -11,7 +11,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import EXPERTS, Lengths, expert_item_bytes
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.plan.old_logprobs import also_writing
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 
 def with_router_replay(graph: Graph, spec: Spec) -> Graph:

@@ -23,7 +23,6 @@ from flexrlhf.plan.changes import Changes, SettingChange, changed_spec, changes_
 from flexrlhf.plan.pipeline import ResolvedSpec, plan_on
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import bytes_text
-from flexrlhf.weights.lora import with_adapters
 
 WORTH = 0.01
 """Share of the peak that a suggestion must free."""
@@ -218,7 +217,7 @@ def replanned(plan: Plan, graph: Graph, changes: Changes, only: int | None = Non
     for change in changes:
         if isinstance(change.value, LoraSpec):
             role = change.setting.split(".")[1]
-            shapes[role] = with_adapters(role, shapes[role], change.value)
+            shapes[role] = shapes[role].with_adapters(role, change.value)
     resolved = ResolvedSpec(changed_spec(unsized_spec(plan), changes), graph, plan.cluster)
     return plan_on(resolved, resolved.place(), shapes, plan.sizing, only)
 

@@ -25,7 +25,7 @@ from flexrlhf.runs.run_contents import RunContents
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.calls import CalledStep
 from flexrlhf.timeline import Span
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 PLANNED_STEPS = 3
 """Steps of a plan that its timeline shows, after the first one."""

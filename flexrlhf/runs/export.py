@@ -39,12 +39,11 @@ from flexrlhf.runs.model_directory import (
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.weights.adapter_files import ADAPTER_CONFIG, frozen_model, has_adapters
-from flexrlhf.weights.expert_files import file_pieces, is_router_bias
+from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.loading import load_config
-from flexrlhf.weights.lora import merged_from, without_adapter
 from flexrlhf.weights.model_files import stored_tensors, weight_files
+from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import stored_type
-from flexrlhf.weights.shards import is_of_experts
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ def export_model(
     read = _reader(model, base)
     names = sorted({*base, *(name for name in model.names if lora is None or ".lora_" not in name)})
     forms: dict[str, TensorForm] = {}
-    types = {name: torch.float32 if is_router_bias(name) else chosen for name in names}
+    types = {name: torch.float32 if ParameterName(name).is_router_bias else chosen for name in names}
     for name in names:
         forms |= forms_of({name: read(name).to(types[name])})
     with model_writer(output, forms, config, model.tokenizer, texts=model.usage) as files:
@@ -228,9 +227,12 @@ def _reader(model: TrainedModel, base: Mapping[str, safe_open]) -> Callable[[str
     trained, lora, tensor = set(model.names), model.settings.lora, cache(model.tensor)
     experts: dict[str, tuple[str, tuple[range, ...]]] = {}
     for first in trained if lora is not None else ():
-        weight, matrix = without_adapter(first)
-        if matrix == "lora_A" and is_of_experts(first):
-            (number, _, inputs), (_, outputs, _) = tensor(first).shape, tensor(merged_from(weight)[2]).shape
+        weight, matrix = ParameterName(first).without_adapter
+        if matrix == "lora_A" and ParameterName(first).is_of_experts:
+            (number, _, inputs), (_, outputs, _) = (
+                tensor(first).shape,
+                tensor(ParameterName(weight).merged_from[2]).shape,
+            )
             pieces = file_pieces(json.loads(model.config)["model_type"], weight, (number, outputs, inputs))
             experts |= {piece.name: (weight, piece.box) for piece in pieces}
 
@@ -239,7 +241,7 @@ def _reader(model: TrainedModel, base: Mapping[str, safe_open]) -> Callable[[str
             return model.tensor(name)
         plain: Tensor = base[name].get_tensor(name).float()
         weight, box = experts.get(name, (name, ()))
-        _, a, b = merged_from(weight)
+        _, a, b = ParameterName(weight).merged_from
         if lora is None or a not in trained:
             return plain
         if not box:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexrlhf.errors import UserError
-from flexrlhf.memory.transfer_bytes import copied_bytes, saved_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.checkpoint_directory import FOLDER
 from flexrlhf.runs.resume import Resumption
@@ -70,7 +69,7 @@ def planned_disk(plan: Plan) -> DiskNeed:
 
 def _checkpoint_bytes(plan: Plan) -> int:
     return sum(
-        copied_bytes(model, plan.shapes[model.role], rank)
+        plan.sizing.copied_bytes(model, rank)
         for model in plan.checkpointed
         if model.role in plan.shapes
         for rank in model.ranks
@@ -82,7 +81,7 @@ def _model_bytes(plan: Plan) -> int:
 
     With ``save.keep`` there is one for each time.
     """
-    sizes = [saved_bytes(plan.placement[role], plan.shapes[role]) for role in plan.graph.trained if role in plan.shapes]
+    sizes = [plan.sizing.saved_bytes(plan.placement[role]) for role in plan.graph.trained if role in plan.shapes]
     settings = plan.spec.save
     times = -(-plan.spec.steps // settings.every) if settings.every is not None else 1
     replaces = settings.best is not None or (times > 1 and not settings.keep)

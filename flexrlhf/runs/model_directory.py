@@ -25,18 +25,15 @@ from flexrlhf.errors import UserError
 from flexrlhf.runs.durable_files import replace_directory
 from flexrlhf.runs.tensor_files import save_tensors
 from flexrlhf.weights.adapter_files import (
-    ADAPTER,
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    MATRICES,
     PREFIX,
     frozen_model,
 )
 from flexrlhf.weights.expert_files import FilePiece, file_pieces
-from flexrlhf.weights.lora import without_adapter
-from flexrlhf.weights.model_files import BLOCK_BYTES, INDEX, SCALAR_HEAD, read_header
+from flexrlhf.weights.model_files import BLOCK_BYTES, INDEX, read_header
+from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.saving import split_files
-from flexrlhf.weights.shards import is_of_experts
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -302,10 +299,12 @@ def save_adapters(
     from peft import LoraConfig
 
     assert model.lora is not None, "a model without adapters has none to save"
-    of_experts = sorted({name.rpartition(".")[2] for name in weights if ".lora_" in name and is_of_experts(name)})
-    linear = (name for name in weights if ".lora_" in name and not is_of_experts(name))
+    of_experts = sorted(
+        {name.rpartition(".")[2] for name in weights if ".lora_" in name and ParameterName(name).is_of_experts}
+    )
+    linear = (name for name in weights if ".lora_" in name and not ParameterName(name).is_of_experts)
     targets = sorted({name.split(".lora_")[0].split(".")[-1] for name in linear})
-    modules = ["score"] if SCALAR_HEAD in weights and head != "both" else None
+    modules = ["score"] if ParameterName.SCALAR_HEAD in weights and head != "both" else None
     config = LoraConfig(
         r=model.lora.rank,
         lora_alpha=model.lora.alpha,
@@ -326,9 +325,9 @@ def _as_peft(name: str, tensor: Tensor, of_experts: Sequence[str]) -> tuple[str,
     """Return the name and the tensor of a parameter in peft's file: of all experts A is (experts * rank, inputs) and B
     (outputs, rank * experts), the experts fastest; ``of_experts``: their weights that have adapters, of which peft
     wraps the last one's layer around the others'."""
-    if not is_of_experts(name):
-        return f"{PREFIX}{name.replace(f'.{ADAPTER}', '')}", tensor
-    plain, matrix = without_adapter(name)
+    if not ParameterName(name).is_of_experts:
+        return f"{PREFIX}{name.replace(f'.{ParameterName.ADAPTER}', '')}", tensor
+    plain, matrix = ParameterName(name).without_adapter
     path, _, target = plain.rpartition(".")
     wrapped = "base_layer." * (target == "gate_up_proj" and len(of_experts) > 1)
     flat = tensor.flatten(0, 1) if matrix == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
@@ -360,9 +359,9 @@ class SavedAdapters:
     def tensor(self, name: str) -> Tensor:
         """Return a parameter, whole and in float32."""
         tensor: Tensor = self._file.get_tensor(self._stored[name]).float()
-        if not is_of_experts(name):
+        if not ParameterName(name).is_of_experts:
             return tensor
-        if without_adapter(name)[1] == "lora_A":
+        if ParameterName(name).without_adapter[1] == "lora_A":
             return tensor.unflatten(0, (-1, self._rank))
         return tensor.unflatten(1, (self._rank, -1)).permute(2, 0, 1).contiguous()
 
@@ -371,13 +370,13 @@ def _from_peft(name: str, of_experts: Sequence[str]) -> str:
     """Return the name of a parameter by its name in peft's file: the inverse of ``_as_peft``."""
     own = name.removeprefix(PREFIX)
     path, _, matrix = own.removesuffix(".weight").rpartition(".")
-    if matrix not in MATRICES:
+    if matrix not in ParameterName.MATRICES:
         return own
     plain = path.removesuffix(".base_layer")
     if not of_experts or not plain.endswith(".experts"):
-        return f"{path}.{matrix}.{ADAPTER}.weight"
+        return f"{path}.{matrix}.{ParameterName.ADAPTER}.weight"
     target = of_experts[-1] if plain != path else of_experts[0]
-    return f"{plain}.{matrix}.{ADAPTER}.{target}"
+    return f"{plain}.{matrix}.{ParameterName.ADAPTER}.{target}"
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from torch import Tensor
 from flexrlhf.comm.weights import fill
 from flexrlhf.errors import UserError
 from flexrlhf.runs.durable_files import FileEntry, sync_to_disk, write_durably
-from flexrlhf.weights.saving import covers, dump_part, load_part, may_overlap
-from flexrlhf.weights.shards import Part, whole
+from flexrlhf.weights.shards import Part
 
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
 """Number of the system's error in the text of one of safetensors."""
@@ -69,7 +68,7 @@ def piece_file(model: str, rank: int) -> str:
 
 def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> FileEntry:
     """Write ``pieces`` by key, on disk when this returns."""
-    metadata = {key: dump_part(piece.part) for key, piece in pieces.items()}
+    metadata = {key: piece.part.text for key, piece in pieces.items()}
     return write_tensors(path, {key: piece.values.reshape(-1) for key, piece in pieces.items()}, metadata)
 
 
@@ -122,7 +121,7 @@ class PieceReader:
         for path in sorted(self.directory.glob(f"{self.model}-[0-9]*.safetensors")):
             with _opened(path) as file:
                 for key, part in (file.metadata() or {}).items():
-                    index[key].append((path, load_part(part)))
+                    index[key].append((path, Part.load(part)))
         return index
 
     def read(self, key: str, part: Part) -> Tensor:
@@ -137,14 +136,14 @@ class PieceReader:
             raise UserError(
                 f"checkpoint {self.directory}: {self.model} needs {key} of shape {list(part.shape)}, found {found}"
             )
-        if not covers([stored for _, stored in pieces], part.shape):
+        if not Part.cover([stored for _, stored in pieces], part.shape):
             raise UserError(f"checkpoint {self.directory}: {key} of {self.model} is there in part only")
         return self._assemble(key, pieces, part)
 
     def tensor(self, key: str) -> Tensor:
         """Return the whole tensor ``key``."""
         shape = self.pieces[key][0][1].shape
-        return self.read(key, whole(shape)).view(shape)
+        return self.read(key, Part.whole(shape)).view(shape)
 
     def _assemble(self, key: str, pieces: list[tuple[Path, Part]], part: Part) -> Tensor:
         alone = [path for path, stored in pieces if stored == part]
@@ -152,7 +151,7 @@ class PieceReader:
             return _read(alone[0], key)
         tensor: Tensor | None = None
         for path, stored in pieces:
-            if not may_overlap(stored, part):
+            if not stored.may_overlap(part):
                 continue
             values = _read(path, key)
             tensor = values.new_empty(part.shape) if tensor is None else tensor

@@ -15,7 +15,6 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.placement import Placement
 from flexrlhf.strategies.instructions import Eval, Instruction, Release, Run, Sync
 from flexrlhf.strategies.schedule import checkpoints
-from flexrlhf.weights.sync_plan import adapter_gathers, is_in_place
 
 
 def with_syncs(
@@ -37,8 +36,8 @@ def with_syncs(
             every=spec.sync.every,
             source=source.name,
             destination=follower.name,
-            is_in_place=is_in_place(source, follower),
-            gathers=adapter_gathers(source, follower),
+            is_in_place=follower.is_filled_in_place(source),
+            gathers=follower.adapter_gathers(source),
             overlaps=overlaps and follower in placement.shadows and set(source.ranks).isdisjoint(follower.ranks),
         )
         trains = [
@@ -85,8 +84,8 @@ def _around(last: Instruction, source: PlacedModel, copy: PlacedModel) -> tuple[
         **turns,
         source=source.name,
         destination=copy.name,
-        is_in_place=is_in_place(source, copy),
-        gathers=adapter_gathers(source, copy),
+        is_in_place=copy.is_filled_in_place(source),
+        gathers=copy.adapter_gathers(source),
         refills=copy.is_transient,
         after_training=isinstance(last, Eval) and not last.at_start,
     )

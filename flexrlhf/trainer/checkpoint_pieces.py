@@ -27,7 +27,7 @@ from flexrlhf.strategies.instructions import Move, Run
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.step_rows import StepRows
 from flexrlhf.weights.saving import written_names
-from flexrlhf.weights.shards import Part, Parts, trained_parts
+from flexrlhf.weights.shards import Part, Parts
 
 _ALIGNMENT = 64
 """Tensors in host memory begin at a multiple of so many bytes."""
@@ -67,7 +67,7 @@ class HostCopies:
 
 def trained_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
     """Return the weights and moments of a trained model that ``rank`` writes."""
-    parts, mine = trained_parts(model.placed, model.shape, rank), written_names(model.placed, model.shape, rank)
+    parts, mine = model.shape.trained_parts(model.placed, rank), written_names(model.placed, model.shape, rank)
     pieces: dict[str, Piece] = {}
     for kind, tensors in model.engine.training_state().tensors.items():
         for name, tensor in tensors.items():
@@ -79,7 +79,7 @@ def trained_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
 
 def follower_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
     """Return the weights that ``rank`` writes of a copy which may be behind its trained model."""
-    parts, live = trained_parts(model.placed, model.shape, rank), model.engine.weights()
+    parts, live = model.shape.trained_parts(model.placed, rank), model.engine.weights()
     names = [name for name in written_names(model.placed, model.shape, rank) if live[name].numel()]
     return {piece_key(TrainingState.WEIGHTS, name): Piece(live[name], parts[name]) for name in sorted(names)}
 

@@ -31,8 +31,7 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.reused_weights import ReusedWeights
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import parts_on
+from flexrlhf.weights.model_shape import ModelShape
 
 
 @dataclass(eq=False)
@@ -229,14 +228,14 @@ def stage_ranks(
 def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int) -> ModelShape:
     """Return the planned shape; of an architecture that planning cannot read, the shape of the loaded weights."""
     planned = plan.shapes.get(model.role)
-    if planned is None or parts_on(model, planned, rank).keys() != weights.keys():
+    if planned is None or planned.parts_on(model, rank).keys() != weights.keys():
         if model.split != "whole" or model.layout.tp * model.layout.pp > 1 or model.settings.lora is not None:
             raise UserError(
                 f"models.{model.role}: its parameters are not named as in its files, so it cannot be sharded; "
                 f"save it again with transformers, or use zero 0, tp 1, pp 1 and no lora"
             )
         return ModelShape(tuple((name, tuple(weights[name].shape)) for name in sorted(weights)))
-    for name, part in parts_on(model, planned, rank).items():
+    for name, part in planned.parts_on(model, rank).items():
         stored = weights[name].numel()
         assert stored == part.num_elements, (
             f"{model.name}: {name} has {stored} elements here, planned {part.num_elements}"

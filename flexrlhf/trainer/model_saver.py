@@ -22,10 +22,8 @@ from flexrlhf.strategies.instructions import Save
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
-from flexrlhf.weights.expert_files import is_router_bias
-from flexrlhf.weights.lora import shape_of
-from flexrlhf.weights.saving import SavedBucket, SavedFile, saved_files, saved_type
-from flexrlhf.weights.shards import trained_parts
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.saving import SavedBucket, SavedFile, saved_type
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class _Gathering:
         if bucket.experts is not None:
             (name,) = bucket.names
             return {name: self.gather.experts(self.live, name, bucket.experts, self.dtype, target)}
-        biases = [name for name in bucket.names if is_router_bias(name)]
+        biases = [name for name in bucket.names if ParameterName(name).is_router_bias]
         others = [name for name in bucket.names if name not in biases]
         found = self.gather.whole(self.live, others, self.dtype)
         return found | (self.gather.whole(self.live, biases, torch.float32) if biases else {})
@@ -78,7 +76,7 @@ class ModelSaver:
     def _save(self, save: Save, name: str, step: int, best: Mapping[str, Any] | None = None) -> None:
         """Gather the weights, by all ranks of ``save``, and write the directory ``name``."""
         model, ranks = self._context.models[save.model], save.ranks
-        shards = tuple(trained_parts(model.placed, model.shape, rank) for rank in ranks)
+        shards = tuple(model.shape.trained_parts(model.placed, rank) for rank in ranks)
         group = self._context.groups.get(f"gather {model.placed.name}", ranks)
         dtype = DTYPES[saved_type(model.placed, model.shape)]
         gather = WeightGather(group, ranks, shards, self._context.wait)
@@ -135,8 +133,8 @@ class ModelSaver:
         """Return the files that this rank writes, one of ``writers``."""
         model, shard_bytes = gathering.model, self._context.plan.spec.save.shard_bytes
         forms = {
-            name: TensorForm(shape, torch.float32 if is_router_bias(name) else gathering.dtype)
-            for name, shape in shape_of(model.placed, model.shape).trained
+            name: TensorForm(shape, torch.float32 if ParameterName(name).is_router_bias else gathering.dtype)
+            for name, shape in model.shape.of_copy(model.placed).trained
         }
         if gathering.index > 0:
             return share_writer(directory, forms, config.model_type, shard_bytes, (gathering.index, writers), mark)
@@ -144,9 +142,9 @@ class ModelSaver:
         return model_writer(directory, forms, config, tokenizer, best, texts, shard_bytes, writers, mark)
 
     def _files(self, gathering: _Gathering, family: str, shard_bytes: float) -> list[SavedFile]:
-        shapes = dict(shape_of(gathering.model.placed, gathering.model.shape).trained)
+        shapes = dict(gathering.model.shape.of_copy(gathering.model.placed).trained)
         bucket_bytes = self._context.plan.spec.sync.bucket_bytes
-        return saved_files(family, shapes, gathering.dtype.itemsize, bucket_bytes, shard_bytes)
+        return SavedFile.all_of(family, shapes, gathering.dtype.itemsize, bucket_bytes, shard_bytes)
 
     def _texts(self, model: LoadedModel) -> Mapping[str, str]:
         """Return the files that say how ``model`` is used."""

@@ -32,7 +32,7 @@ from flexrlhf.trainer.checkpointer import RunState
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.weight_syncs import WeightSyncs
-from flexrlhf.weights.shards import Parts, bucket_names, trained_parts
+from flexrlhf.weights.shards import Parts, bucket_names
 
 
 @dataclass(frozen=True)
@@ -165,14 +165,14 @@ def _restore(model: LoadedModel, context: RankContext, start: StartingPoint, sto
             restore_trained(model, reader, numbers[name], context.rank, size)
     else:
         with model.on_device():
-            _load_weights(model, reader, trained_parts(model.placed, model.shape, context.rank), size)
+            _load_weights(model, reader, model.shape.trained_parts(model.placed, context.rank), size)
 
 
 def restore_trained(
     model: LoadedModel, reader: PieceReader, numbers: Mapping[str, float], rank: int, bucket_bytes: int
 ) -> None:
     """Load weights, moments and numbers of a trained model on ``rank``. Raises UserError if the files lack some."""
-    parts = trained_parts(model.placed, model.shape, rank)
+    parts = model.shape.trained_parts(model.placed, rank)
     _load_weights(model, reader, parts, bucket_bytes)
     for kind, tensors in model.engine.training_state().tensors.items():
         for name, tensor in tensors.items():

@@ -14,7 +14,7 @@ from flexrlhf.placement.placed import ModelName
 from flexrlhf.strategies.instructions import Instruction, Offload, Reload, Sync
 from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.trainer.rank_context import RankContext
-from flexrlhf.weights.sync_plan import SyncPlan, plan_sync
+from flexrlhf.weights.sync_plan import SyncPlan
 
 
 class WeightSyncs:
@@ -130,13 +130,6 @@ def _plan(context: RankContext, sync: Sync) -> SyncPlan:
     loaded = context.models.get(sync.source) or context.models[sync.destination]
     source, destination = (context.plan.placement[name] for name in (sync.source, sync.destination))
     settings, node_of = context.plan.spec.sync, context.plan.cluster.node_of
-    return plan_sync(
-        source,
-        destination,
-        loaded.shape,
-        settings.bucket_bytes,
-        context.rank,
-        node_of,
-        settings.dtype,
-        sync.overlaps,
+    return SyncPlan.of(
+        source, destination, loaded.shape, settings.bucket_bytes, context.rank, node_of, settings.dtype, sync.overlaps
     )

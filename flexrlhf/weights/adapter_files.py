@@ -14,13 +14,11 @@ from typing import Any
 
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.errors import UserError, shown
-from flexrlhf.weights.model_files import INDEX, SCALAR_HEAD, SINGLE, StoredTensor, read_header
+from flexrlhf.weights.model_files import INDEX, SINGLE, StoredTensor, read_header
+from flexrlhf.weights.parameters import ParameterName
 
-ADAPTER = "default"
-"""The name that peft gives an adapter by itself."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-MATRICES = ("lora_A", "lora_B")
 PREFIX = "base_model.model."
 """Beginning of the names of peft's tensors."""
 NOT_ADAPTED = ("embed_tokens", "lm_head", "score")
@@ -89,7 +87,7 @@ def adapters_in(role: str, path: str) -> LoraSpec | None:
     another form than plain low-rank ones.
     """
     config = _config(role, path)
-    names = stored_adapters(role, path).keys() - {SCALAR_HEAD}
+    names = stored_adapters(role, path).keys() - {ParameterName.SCALAR_HEAD}
     targets = sorted({name.split(".")[-4] for name in names if name.count(".") > 3})
     rank, alpha = config.get("r", _DEFAULT), config.get("lora_alpha", _DEFAULT)
     is_plain = (
@@ -97,7 +95,10 @@ def adapters_in(role: str, path: str) -> LoraSpec | None:
         and config.get("bias") in (None, "none")
         and config.get("init_lora_weights") in (None, True, False, "gaussian")
         and not any(config.get(name) for name in _OTHER_FORMS)
-        and all(name.split(".")[-3:] in [[each, ADAPTER, "weight"] for each in MATRICES] for name in names)
+        and all(
+            name.split(".")[-3:] in [[each, ParameterName.ADAPTER, "weight"] for each in ParameterName.MATRICES]
+            for name in names
+        )
         and not {*targets} & {*NOT_ADAPTED}
         and targets != []
     )
@@ -112,8 +113,8 @@ def stored_adapters(role: str, path: str) -> dict[str, StoredTensor]:
     renamed = {}
     for name, tensor in tensors.items():
         own = name.removeprefix(PREFIX)
-        for matrix in MATRICES:
-            own = own.replace(f".{matrix}.weight", f".{matrix}.{ADAPTER}.weight")
+        for matrix in ParameterName.MATRICES:
+            own = own.replace(f".{matrix}.weight", f".{matrix}.{ParameterName.ADAPTER}.weight")
         renamed[own] = tensor
     return renamed
 

@@ -9,16 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-FUSED, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
-"""Ends of the names of a layer's two tensors: gate and up, one behind the other, and down."""
-OF_EXPERTS = (FUSED, DOWN, f"{FUSED}_bias", f"{DOWN}_bias")
-"""Ends of the names of parameters that have the experts of a layer as their first dim."""
+from flexrlhf.weights.parameters import ParameterName
+
 WHOLE_IN_FILES = ("gpt_oss",)
 """Families whose files have the tensors of transformers' modules."""
-MIXTRAL_BLOCK = (".mlp.", ".block_sparse_moe.")
-"""Parts of names of Mixtral's router and experts: in transformers' modules, and in files and other libraries."""
-ROUTER_BIAS = ".e_score_correction_bias"
-"""End of the name of the biases by which routers choose: buffers of transformers' modules, always in float32."""
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 _MATRICES_OF: Mapping[str, tuple[str, str, str]] = {"mixtral": ("w1", "w3", "w2")}
 """Names of gate, up and down of one expert, where they are others than ``_MATRICES``."""
@@ -38,21 +32,18 @@ class FilePiece:
     box: tuple[range, ...]
 
 
-def is_router_bias(name: str) -> bool:
-    """Whether the tensor ``name`` is whole on every rank and in float32, whatever the layout and type of its model."""
-    return name.endswith(ROUTER_BIAS)
-
-
 def file_pieces(family: str, name: str, shape: tuple[int, ...]) -> Iterator[FilePiece]:
     """Yield the tensors that a parameter is in files, which together are all of it."""
-    stored = name.replace(*MIXTRAL_BLOCK) if family == "mixtral" else name
+    stored = name.replace(*ParameterName.MIXTRAL_BLOCK) if family == "mixtral" else name
     gate, up, down = _MATRICES_OF.get(family, _MATRICES)
-    if family in WHOLE_IN_FILES or not name.endswith((FUSED, DOWN)):
+    if family in WHOLE_IN_FILES or not name.endswith((ParameterName.EXPERTS_IN, ParameterName.EXPERTS_OUT)):
         yield FilePiece(stored, shape, tuple(map(range, shape)))
         return
     rows_of_all = shape[1]
     halves = (gate, range(rows_of_all // 2)), (up, range(rows_of_all // 2, rows_of_all))
-    parts: Sequence[tuple[str, range]] = halves if name.endswith(FUSED) else ((down, range(rows_of_all)),)
+    parts: Sequence[tuple[str, range]] = (
+        halves if name.endswith(ParameterName.EXPERTS_IN) else ((down, range(rows_of_all)),)
+    )
     prefix = stored.rpartition(".")[0]
     for expert in range(shape[0]):
         for matrix, rows in parts:

@@ -11,8 +11,7 @@ from typing import Any
 from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT, SIGMOID_ROUTED, WITH_SINKS
 from flexrlhf.errors import shown
 from flexrlhf.weights.decoder_sizes import ExpertSizes, LatentSizes, Sizes
-from flexrlhf.weights.expert_files import ROUTER_BIAS
-from flexrlhf.weights.model_files import LANGUAGE_HEAD
+from flexrlhf.weights.parameters import ParameterName
 
 MAX_LAYERS = 10_000
 """Most layers whose parameters are listed; published models have at most some hundreds."""
@@ -321,7 +320,7 @@ def decoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             }
         shapes |= {f"{prefix}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     if not is_tied(config):
-        shapes[LANGUAGE_HEAD] = (sizes.vocabulary, hidden)
+        shapes[ParameterName.LANGUAGE_HEAD] = (sizes.vocabulary, hidden)
     return shapes
 
 
@@ -412,7 +411,7 @@ def _expert_shapes(sizes: Sizes, experts: ExpertSizes) -> dict[str, tuple[int, .
         "experts.down_proj": (experts.number, hidden, experts.ffn),
     }
     if sizes.family in SIGMOID_ROUTED:
-        shapes[f"gate{ROUTER_BIAS}"] = (experts.number,)
+        shapes[f"gate{ParameterName.ROUTER_BIAS}"] = (experts.number,)
     is_gated = sizes.family == "qwen2_moe"
     if experts.shared:
         name_of_shared = "shared_expert" if is_gated else "shared_experts"

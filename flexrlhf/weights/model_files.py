@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from flexrlhf.errors import UserError, shown
+from flexrlhf.weights.parameters import ParameterName
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SCALAR_HEAD = "score.weight"
 SCALAR_BIAS = "score.bias"
-LANGUAGE_HEAD = "lm_head.weight"
 HEAD_NAMES = ("v_head", "value_head", "reward_head", "score_head", "classifier", "v_head.summary")
 """What other libraries call the linear layer that transformers calls ``score``."""
 FLOATS = ("F32", "F16", "BF16", "F64")
@@ -73,7 +72,7 @@ def stored_tensors(key: str, directory: Path) -> dict[str, StoredTensor]:
             )
         stored |= found
     head = own_head_name(stored)
-    renamed = {} if head is None else {f"{head}.weight": SCALAR_HEAD, f"{head}.bias": SCALAR_BIAS}
+    renamed = {} if head is None else {f"{head}.weight": ParameterName.SCALAR_HEAD, f"{head}.bias": SCALAR_BIAS}
     return {renamed.get(name, name): tensor for name, tensor in stored.items()}
 
 
@@ -82,7 +81,7 @@ def own_head_name(names: Collection[str]) -> str | None:
 
     The name is without ``.weight``.
     """
-    if SCALAR_HEAD in names:
+    if ParameterName.SCALAR_HEAD in names:
         return None
     return next((name for name in HEAD_NAMES if f"{name}.weight" in names), None)
 
@@ -228,8 +227,8 @@ def check_stored(
     """
     found = named_as(stored, expected)
     missing = sorted(set(expected) - set(found) - set(optional))
-    if SCALAR_HEAD in expected:
-        check_scalar_head(key, found, SCALAR_HEAD not in missing or len(missing) > 1)
+    if ParameterName.SCALAR_HEAD in expected:
+        check_scalar_head(key, found, ParameterName.SCALAR_HEAD not in missing or len(missing) > 1)
     if missing:
         raise UserError(lacking(key, missing))
     for name in sorted(set(expected) & set(found)):
@@ -277,7 +276,13 @@ def _of_model(stored: Collection[str], expected: Collection[str]) -> Iterator[st
 
     A base model is saved without the prefix of its heads' model.
     """
-    known = {*expected, *(name.partition(".")[2] for name in expected), LANGUAGE_HEAD, SCALAR_HEAD, SCALAR_BIAS}
+    known = {
+        *expected,
+        *(name.partition(".")[2] for name in expected),
+        ParameterName.LANGUAGE_HEAD,
+        ParameterName.SCALAR_HEAD,
+        SCALAR_BIAS,
+    }
     modules = {each.partition(".")[0] for name in expected for each in (name, name.partition(".")[2])}
     return (name for name in stored if name not in known and name.partition(".")[0] in modules)
 
@@ -293,7 +298,7 @@ def check_scalar_head(key: str, stored: Mapping[str, StoredTensor], may_lack: bo
 
     ``key``: ``models.ROLE.path DIRECTORY``.
     """
-    head = stored.get(SCALAR_HEAD)
+    head = stored.get(ParameterName.SCALAR_HEAD)
     if head is None and not may_lack:
         raise UserError(no_scalar_head(key))
     if head is not None and head.shape[:1] != (1,):
@@ -312,8 +317,8 @@ def no_scalar_head(key: str) -> str:
     """Return the sentence for a model without a scalar head where scores are needed."""
     section = key.partition(" ")[0].removesuffix(".path")
     return (
-        f"{key}: has no scalar head ({SCALAR_HEAD}), so its scores would be random; give a reward model, or "
-        f"{section}.new_head: true"
+        f"{key}: has no scalar head ({ParameterName.SCALAR_HEAD}), so its scores would be random; give a reward model, "
+        f"or {section}.new_head: true"
     )
 
 

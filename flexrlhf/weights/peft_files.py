@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.errors import UserError, some_of
-from flexrlhf.weights.adapter_files import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
+from flexrlhf.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from flexrlhf.weights.loading import one_sentence_errors
-from flexrlhf.weights.model_files import SCALAR_HEAD, check_stored, read_header
+from flexrlhf.weights.model_files import check_stored, read_header
+from flexrlhf.weights.parameters import ParameterName
 
 BY_WEIGHTS = ("pissa", "olora", "orthogonal")
 """Beginnings of ``init_lora_weights`` with which peft begins from the weights, and changes them."""
@@ -63,10 +64,12 @@ def check_loaded(key: str, adapted: Any, directory: str) -> None:
     if not own.keys() & stored.keys():
         found = f"has {some_of(stored, 2)}" if stored else "has none"
         raise UserError(f"{key}: none of its tensors is of this model: expected {some_of(own, 2)}, and it {found}")
-    others = {name.replace(f".{ADAPTER}.", "."): shape for name, shape in _shapes(adapted.state_dict()).items()}
+    others = {
+        name.replace(f".{ParameterName.ADAPTER}.", "."): shape for name, shape in _shapes(adapted.state_dict()).items()
+    }
     known = {**{name: shape for name, shape in others.items() if name in stored}, **own}
     check_stored(key, stored, known, by=ADAPTER_CONFIG)
-    left = sorted(stored.keys() - known.keys() - {f"{PREFIX}{SCALAR_HEAD}"})
+    left = sorted(stored.keys() - known.keys() - {f"{PREFIX}{ParameterName.SCALAR_HEAD}"})
     if left:
         raise UserError(
             f"{key}: its files have {some_of(left, 3)}, which adapters of its {ADAPTER_CONFIG} have not; correct one "

@@ -13,14 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexrlhf.config.engines import TORCH
-from flexrlhf.config.model_settings import Dtype
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.boxes import intersection
-from flexrlhf.weights.expert_files import is_router_bias
-from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
-from flexrlhf.weights.shards import Part, Parts, fused_name, parts_on, shape_on
-from flexrlhf.weights.sync_plan import sent_dtype
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.shards import Part, Parts
 
 
 @dataclass(frozen=True)
@@ -53,58 +50,26 @@ class Reuse:
         """Elements of the source's largest group: while it moves, both memories exist."""
         return max(map(self.source_elements, self.groups), default=0)
 
+    @classmethod
+    def of(cls, source: PlacedModel, copy: PlacedModel, shape: ModelShape, rank: int, lends: bool) -> Reuse:
+        """Return the weights of ``copy`` and ``source``, which have no obstacle to it, that are stored once on
+        ``rank``.
 
-def reuse_on(source: PlacedModel, copy: PlacedModel, shape: ModelShape, rank: int, lends: bool) -> Reuse:
-    """Return the weights of ``copy`` and ``source``, which have no ``obstacle``, that are stored once on ``rank``.
-
-    lends:  whether the source is not used while the copy exists.
-    """
-    parts, stored = parts_on(copy, shape, rank), parts_on(source, shape, rank)
-    names = [name for name, _ in shape_on(copy, shape, rank).parameters if not is_router_bias(name)]
-    common = {name: stored[name] for name in names if name in stored}
-    views = frozenset(name for name, part in common.items() if _contains(part, parts[name]))
-    fused: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(common) if lends and not shared_memory(source) else ():
-        fused[fused_name(name) if source.facts.fused_layers else name].append(name)
-    groups = tuple(
-        tuple(names)
-        for names in fused.values()
-        if views.isdisjoint(names) and all(_contains(parts[name], common[name]) for name in names)
-    )
-    return Reuse(views, groups, parts, common)
-
-
-def obstacle(source: PlacedModel, copy: PlacedModel, sync_dtype: Dtype | None) -> str:
-    """Return why a copy on ranks of its source stores all of its weights by itself; empty if it need not."""
-    if not copy.is_transient:
-        return "its weights stay between its calls"
-    if copy.engine != TORCH.name or copy.split != "whole":
-        return f"{copy.engine} has shards or buffers of its own"
-    if source.split == "flat":
-        return f"{source.engine} shards {source.name} as flat ranges"
-    trained, own = stored_dtype(source), copy.settings.dtype
-    if trained != own:
-        return f"{source.name} is stored in {trained}, and it computes in {own}"
-    if (sent := sent_dtype(copy, sync_dtype)) != own:
-        return f"sync.dtype rounds its weights to {sent}"
-    return ""
-
-
-def shared_memory(source: PlacedModel) -> str:
-    """Return why no tensor of a trained model can be freed by itself; empty if tensors can."""
-    if source.engine == TORCH.name or (source.facts.fused_layers and source.settings.zero == 0):
-        return ""
-    return f"{source.engine} keeps the weights of {source.name} in one buffer"
-
-
-def stored_dtype(model: PlacedModel) -> Dtype:
-    """Return the type of the weights that passes of a model read: shards of FSDP2 that it trains are float32."""
-    return "float32" if model.trained and model.split == "rows" else model.settings.dtype
-
-
-def bytes_of(model: PlacedModel, elements: int) -> int:
-    """Return the bytes of ``elements`` of a copy that reuses weights, and of its source."""
-    return DTYPE_BYTES[model.settings.dtype] * elements
+        lends:  whether the source is not used while the copy exists.
+        """
+        parts, stored = shape.parts_on(copy, rank), shape.parts_on(source, rank)
+        names = [name for name, _ in shape.on_rank(copy, rank).parameters if not ParameterName(name).is_router_bias]
+        common = {name: stored[name] for name in names if name in stored}
+        views = frozenset(name for name, part in common.items() if _contains(part, parts[name]))
+        fused: dict[str, list[str]] = defaultdict(list)
+        for name in sorted(common) if lends and not source.shared_buffer else ():
+            fused[ParameterName(name).fused if source.facts.fused_layers else name].append(name)
+        groups = tuple(
+            tuple(names)
+            for names in fused.values()
+            if views.isdisjoint(names) and all(_contains(parts[name], common[name]) for name in names)
+        )
+        return cls(views, groups, parts, common)
 
 
 def _contains(outer: Part, inner: Part) -> bool:

@@ -7,18 +7,18 @@ the saved model.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 from flexrlhf.config.model_settings import Dtype
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.expert_files import file_pieces, is_router_bias
+from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.model_files import SINGLE
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import Part, Parts, is_of_experts, make_buckets, trained_parts, whole
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.shards import Parts, make_buckets
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,27 @@ class SavedFile:
     name: str
     buckets: tuple[SavedBucket, ...]
 
+    @classmethod
+    def all_of(
+        cls, family: str, shapes: Mapping[str, tuple[int, ...]], item_bytes: int, bucket_bytes: int, shard_bytes: float
+    ) -> list[SavedFile]:
+        """Return the files of a model with the parameters ``shapes``, of at most ``shard_bytes``.
+
+        A parameter with tensors in several files is in buckets of each.
+        """
+        parameters, sizes = dict[str, tuple[str, range]](), dict[str, int]()
+        for name in sorted(shapes):
+            for piece in file_pieces(family, name, shapes[name]):
+                parameters[piece.name] = name, piece.box[0] if piece.box else range(1)
+                sizes[piece.name] = saved_item(name, item_bytes) * math.prod(piece.shape)
+        files = []
+        for file, tensors in split_files(sizes, shard_bytes).items():
+            rows: dict[str, range] = {}
+            for name, found in map(parameters.__getitem__, tensors):
+                rows[name] = range(rows.get(name, found).start, found.stop)
+            files.append(cls(file, tuple(_saved_buckets(shapes, rows, item_bytes, bucket_bytes))))
+        return files
+
 
 def split_files(sizes: Mapping[str, int], shard_bytes: float) -> dict[str, list[str]]:
     """Return the names of the tensors of each file, both in the order of ``sizes``, bytes by name."""
@@ -62,30 +83,9 @@ def split_files(sizes: Mapping[str, int], shard_bytes: float) -> dict[str, list[
     return {f"model-{index:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards, 1)}
 
 
-def saved_files(
-    family: str, shapes: Mapping[str, tuple[int, ...]], item_bytes: int, bucket_bytes: int, shard_bytes: float
-) -> list[SavedFile]:
-    """Return the files of a model with the parameters ``shapes``, of at most ``shard_bytes``.
-
-    A parameter with tensors in several files is in buckets of each.
-    """
-    parameters, sizes = dict[str, tuple[str, range]](), dict[str, int]()
-    for name in sorted(shapes):
-        for piece in file_pieces(family, name, shapes[name]):
-            parameters[piece.name] = name, piece.box[0] if piece.box else range(1)
-            sizes[piece.name] = saved_item(name, item_bytes) * math.prod(piece.shape)
-    files = []
-    for file, tensors in split_files(sizes, shard_bytes).items():
-        rows: dict[str, range] = {}
-        for name, found in map(parameters.__getitem__, tensors):
-            rows[name] = range(rows.get(name, found).start, found.stop)
-        files.append(SavedFile(file, tuple(_saved_buckets(shapes, rows, item_bytes, bucket_bytes))))
-    return files
-
-
 def saved_item(name: str, item_bytes: int) -> int:
     """Return the bytes of an element of the parameter ``name`` of a model that is saved in ``item_bytes``."""
-    return 4 if is_router_bias(name) else item_bytes
+    return 4 if ParameterName(name).is_router_bias else item_bytes
 
 
 def _saved_buckets(
@@ -95,7 +95,9 @@ def _saved_buckets(
     ``bucket_bytes``, or one that is larger; experts that are larger a few at a time, since a layer's may be most of a
     device's memory. ``rows``: of those the experts that a file has."""
     sizes = {name: item_bytes * math.prod(shapes[name]) for name in rows}
-    for is_split, group in groupby(sizes, lambda name: is_of_experts(name) and sizes[name] > bucket_bytes):
+    for is_split, group in groupby(
+        sizes, lambda name: ParameterName(name).is_of_experts and sizes[name] > bucket_bytes
+    ):
         names = list(group)
         if not is_split:
             for bucket in make_buckets([sizes[name] for name in names], bucket_bytes):
@@ -110,26 +112,12 @@ def _saved_buckets(
                 yield SavedBucket((name,), experts, sizes[name] // number * len(experts))
 
 
-def dump_part(part: Part) -> str:
-    """Return ``part`` as text, which ``load_part`` reads."""
-    box = [[side.start, side.stop] for side in part.box]
-    flat = None if part.flat is None else [part.flat.start, part.flat.stop]
-    return json.dumps({"shape": part.shape, "box": box, "flat": flat})
-
-
-def load_part(text: str) -> Part:
-    """Read the text of ``dump_part``. Raises ValueError, KeyError or TypeError for any other text."""
-    raw = json.loads(text)
-    flat = None if raw["flat"] is None else range(*raw["flat"])
-    return Part(tuple(raw["shape"]), tuple(range(*side) for side in raw["box"]), flat)
-
-
 def written_names(model: PlacedModel, shape: ModelShape, rank: int) -> frozenset[str]:
     """Return the trained parameters whose part on ``rank`` this rank writes.
 
     Of ranks that store the same part of a parameter one writes it; they take turns.
     """
-    parts = {each: trained_parts(model, shape, each) for each in model.ranks}
+    parts = {each: shape.trained_parts(model, each) for each in model.ranks}
     # of all stages: a tied embedding is on two of them
     names = sorted(dict.fromkeys(name for stored in parts.values() for name in stored))
     return frozenset(
@@ -141,29 +129,6 @@ def _writer(parts: Mapping[int, Parts], name: str, turn: int, rank: int) -> int:
     """Return the rank that writes the part of ``name`` that ``rank`` stores."""
     alike = [other for other, stored in parts.items() if stored.get(name) == parts[rank][name]]
     return alike[turn % len(alike)]
-
-
-def may_overlap(part: Part, other: Part) -> bool:
-    """Whether two parts of a tensor may have elements in common; False is certain."""
-    first, second = _span(part), _span(other)
-    return first.start < second.stop and second.start < first.stop
-
-
-def covers(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
-    """Whether pieces that a checkpoint has of a tensor are all of it, by their number of elements."""
-    return sum(part.num_elements for part in dict.fromkeys(parts)) >= math.prod(shape)
-
-
-def _span(part: Part) -> range:
-    """Return the least range of the flattened tensor that contains ``part``."""
-    if part.num_elements == 0:
-        return range(0)
-    if part.flat is not None and part.box == whole(part.shape).box:
-        return part.flat
-    strides = [math.prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
-    first = sum(side.start * stride for side, stride in zip(part.box, strides, strict=True))
-    last = sum((side.stop - 1) * stride for side, stride in zip(part.box, strides, strict=True))
-    return range(first, last + 1)
 
 
 def saved_type(model: PlacedModel, shape: ModelShape) -> Dtype:

@@ -7,10 +7,7 @@ agree, else read from the header of these files. Names are those of transformers
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,7 @@ from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.config_numbers import wrong_number
-from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.expert_files import file_shapes, is_router_bias
+from flexrlhf.weights.expert_files import file_shapes
 from flexrlhf.weights.families import (
     attention_window,
     decoder_shapes,
@@ -32,103 +28,20 @@ from flexrlhf.weights.families import (
     rope_type,
 )
 from flexrlhf.weights.model_files import (
-    LANGUAGE_HEAD,
-    SCALAR_HEAD,
     StoredTensor,
     check_left_over,
     check_scalar_head,
     check_stored,
     stored_tensors,
 )
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
 
-DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number in memory, whatever the dtype of the file."""
 _STORED_TYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16"}
 """Type of a file's tensors as safetensors names it."""
 
-Parameters = tuple[tuple[str, tuple[int, ...]], ...]
-
 WITHOUT_EXPERTS = ("granitemoe", "granitemoehybrid", "granitemoeshared")
 """Families with experts that may have none."""
-
-
-class HashedParameters(tuple[tuple[str, tuple[int, ...]], ...]):
-    """Parameters whose hash is computed once: they are keys of many tables, and there are hundreds."""
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Names and shapes of a model's parameters.
-
-    parameters:  (name, shape), sorted by name.
-    adapters:    names that are trained; empty: all are.
-    sizes:       None for a family whose config uses other keys.
-    window:      tokens that sliding attention reaches back; None: it reaches all.
-    is_tied:     whether the embedding is also the language head.
-    rope:        type of its rotary embeddings.
-    activation:  of its MLPs.
-    stored:      type of its files; float32 without files, and where they have several types.
-    """
-
-    parameters: Parameters
-    adapters: frozenset[str] = frozenset()
-    sizes: Sizes | None = None
-    window: int | None = None
-    is_tied: bool = False
-    rope: str = "default"
-    activation: str = "silu"
-    stored: Dtype = "float32"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parameters", HashedParameters(self.parameters))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Hash, computed once: shapes are keys of many tables, and have hundreds of parameters."""
-        return hash((self.parameters, self.adapters, self.sizes))
-
-    @cached_property
-    def trained(self) -> Parameters:
-        """Parameters that training changes, which are synced and saved."""
-        if not self.adapters:
-            return self.parameters
-        return HashedParameters((name, shape) for name, shape in self.parameters if name in self.adapters)
-
-    @cached_property
-    def with_gradients(self) -> Parameters:
-        """Trained parameters that the optimizer updates: all but biases of routers."""
-        found = HashedParameters((name, shape) for name, shape in self.trained if not is_router_bias(name))
-        return self.trained if len(found) == len(self.trained) else found
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self.parameters)
-
-    @property
-    def num_parameters(self) -> int:
-        return count_elements(self.parameters)
-
-
-@lru_cache(maxsize=256)
-def first_equal(shape: ModelShape) -> ModelShape:
-    """Return the first shape that equals ``shape``, so that tables with shapes as keys need not compare parameters."""
-    return shape
-
-
-@lru_cache(maxsize=256)
-def count_elements(parameters: Parameters) -> int:
-    """Return the number of elements of all ``parameters``."""
-    return sum(math.prod(shape) for _, shape in parameters)
 
 
 def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
@@ -204,7 +117,12 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
     computed = _computed_shapes(role, config)
     if not stored and computed is None:
         return None
-    if head != "scalar" and SCALAR_HEAD in stored and LANGUAGE_HEAD not in stored and not is_tied(config):
+    if (
+        head != "scalar"
+        and ParameterName.SCALAR_HEAD in stored
+        and ParameterName.LANGUAGE_HEAD not in stored
+        and not is_tied(config)
+    ):
         raise UserError(f"models.{role}.path {model.path}: a reward model without a language head; use a causal model")
     if stored:
         _check_files(f"models.{role}.path {model.path}", stored, computed, head, config, new_head)
@@ -224,7 +142,7 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
 def stored_type(stored: Mapping[str, StoredTensor]) -> Dtype:
     """Return the type that all tensors of a model's files have, but for biases of routers; float32 for several types,
     or float64."""
-    types = {tensor.dtype for name, tensor in stored.items() if not is_router_bias(name)}
+    types = {tensor.dtype for name, tensor in stored.items() if not ParameterName(name).is_router_bias}
     return _STORED_TYPES.get(types.pop(), "float32") if len(types) == 1 else "float32"
 
 
@@ -247,7 +165,7 @@ def _check_files(
     new_head: bool,
 ) -> None:
     """Raise UserError for files that lack a tensor of the config or the head, have others, or other shapes or types."""
-    optional = {SCALAR_HEAD} if new_head else set()
+    optional = {ParameterName.SCALAR_HEAD} if new_head else set()
     if computed is not None:
         expected = file_shapes(config["model_type"], _with_head(computed, head, config))
         check_stored(key, stored, expected, optional)
@@ -262,9 +180,9 @@ def _with_head(shapes: dict[str, tuple[int, ...]], head: Head, config: dict[str,
     """
     shapes = dict(shapes)
     if head == "scalar" or is_tied(config):
-        shapes.pop(LANGUAGE_HEAD, None)
+        shapes.pop(ParameterName.LANGUAGE_HEAD, None)
     if head == "causal":
-        shapes.pop(SCALAR_HEAD, None)
+        shapes.pop(ParameterName.SCALAR_HEAD, None)
     else:
-        shapes[SCALAR_HEAD] = (1, hidden_size(config))
+        shapes[ParameterName.SCALAR_HEAD] = (1, hidden_size(config))
     return shapes

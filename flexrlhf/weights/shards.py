@@ -6,79 +6,29 @@ weights moved between any two layouts (``weights/transfers.py``).
 
 from __future__ import annotations
 
+import json
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import TypeVar
 
 from flexrlhf.config.engines import Split
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.expert_files import OF_EXPERTS, is_router_bias
-from flexrlhf.weights.lora import BASE, shape_of, without_adapter
-from flexrlhf.weights.shapes import HashedParameters, ModelShape, Parameters
+from flexrlhf.weights.parameters import HashedParameters, ParameterName, Parameters
 
-OF_KEYS = ("k_proj", "v_proj")
-COLUMNWISE = ("q_proj", *OF_KEYS, "gate_proj", "up_proj")
 OF_HEADS = ("q_b_proj", "kv_b_proj")
 """Linear layers from the latents of latent attention to its heads, which are split along their outputs, too."""
-ROWWISE = ("o_proj", "down_proj")
-"""Linear layers that tensor parallelism splits along their outputs, and along their inputs (Shoeybi et al. 2019)."""
-EMBEDDING = ".embed_tokens.weight"
-VOCABULARY = (EMBEDDING, ".lm_head.weight")
+VOCABULARY = (ParameterName.EMBEDDING, ".lm_head.weight")
 """Tensors that some engines split along the vocabulary."""
-FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-"""Linear layers that Megatron-Core has in one with another: query, key and value; gate and up."""
 GRADIENT_BUCKET_BYTES, CPU_GRADIENT_BUCKET_BYTES = 512_000_000, 25_000_000
 """Bytes of gradients in one collective: as many as weights in one of a sync; on CPUs DistributedDataParallel's default.
 
 Gloo adds up the parts of a buffer in different orders of the ranks, so with three ranks or more the last bits of a sum
 depend on the size there.
 """
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-
-
-@lru_cache(maxsize=256)
-def of_stage(shape: ModelShape, stage: int, pp: int) -> Parameters:
-    """Return the parameters of a pipeline stage, of ``pp``, which divides the number of layers.
-
-    Stages have equally many layers. The embedding is on the first stage, and where the language head is tied to it on
-    the last one, too; parameters behind the layers are on the last.
-    """
-    found = {name: layer_of(name) for name, _ in shape.parameters}
-    layers = 1 + max((layer for layer in found.values() if layer is not None), default=-1)
-    assert layers % pp == 0, f"{layers} layers, pp {pp}"
-
-    def stages(name: str) -> set[int]:
-        layer = found[name]
-        if layer is not None:
-            return {layer * pp // layers}
-        if f".{name}".endswith(EMBEDDING):
-            return {0, pp - 1} if shape.is_tied else {0}
-        return {pp - 1}
-
-    return HashedParameters((name, size) for name, size in shape.parameters if stage in stages(name))
-
-
-@lru_cache(maxsize=256)
-def shape_of_stage(shape: ModelShape, stage: int, pp: int) -> ModelShape:
-    """Return ``shape`` with the parameters of a pipeline stage alone."""
-    return shape if pp == 1 else replace(shape, parameters=of_stage(shape, stage, pp))
-
-
-def layer_of(name: str) -> int | None:
-    """Return the number of the layer that parameter ``name`` is in; None for the embedding, the last norm and heads."""
-    match = _LAYER.search(name)
-    return None if match is None else int(match[1])
-
-
-def fused_name(name: str) -> str:
-    """Return the name of the first parameter that Megatron-Core has in one with parameter ``name``."""
-    return ".".join(FUSED.get(word, word) for word in name.replace(BASE, ".").split("."))
 
 
 @dataclass(frozen=True)
@@ -95,16 +45,51 @@ class Part:
     def num_elements(self) -> int:
         return math.prod(len(side) for side in self.box) if self.flat is None else len(self.flat)
 
+    @property
+    def text(self) -> str:
+        """The part as text, which ``load`` reads."""
+        box = [[side.start, side.stop] for side in self.box]
+        flat = None if self.flat is None else [self.flat.start, self.flat.stop]
+        return json.dumps({"shape": self.shape, "box": box, "flat": flat})
+
+    @classmethod
+    def load(cls, text: str) -> Part:
+        """Read the ``text`` of a part. Raises ValueError, KeyError or TypeError for any other text."""
+        raw = json.loads(text)
+        flat = None if raw["flat"] is None else range(*raw["flat"])
+        return cls(tuple(raw["shape"]), tuple(range(*side) for side in raw["box"]), flat)
+
+    def may_overlap(self, other: Part) -> bool:
+        """Whether this and another part of a tensor may have elements in common; False is certain."""
+        first, second = self._span, other._span
+        return first.start < second.stop and second.start < first.stop
+
+    @property
+    def _span(self) -> range:
+        """Least range of the flattened tensor that contains the part."""
+        if self.num_elements == 0:
+            return range(0)
+        if self.flat is not None and self.box == Part.whole(self.shape).box:
+            return self.flat
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        first = sum(side.start * stride for side, stride in zip(self.box, strides, strict=True))
+        last = sum((side.stop - 1) * stride for side, stride in zip(self.box, strides, strict=True))
+        return range(first, last + 1)
+
+    @staticmethod
+    def cover(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
+        """Whether pieces that a checkpoint has of a tensor are all of it, by their number of elements."""
+        return sum(part.num_elements for part in dict.fromkeys(parts)) >= math.prod(shape)
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Part:
+        """Return the part that is all of a tensor of ``shape``."""
+        return cls(shape, tuple(range(size) for size in shape))
+
 
 Parts = Mapping[str, Part]
 """Part of each parameter on one rank, by name."""
 PartKey = tuple[str, bool, tuple[int, ...]]
-Found = TypeVar("Found")
-
-
-def whole(shape: tuple[int, ...]) -> Part:
-    """Return the part that is all of a tensor of ``shape``."""
-    return Part(shape, tuple(range(size) for size in shape))
 
 
 def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None:
@@ -113,13 +98,13 @@ def tensor_parallel_dim(name: str, size: tuple[int, ...], tp: int) -> int | None
     The language head is split along the vocabulary where that divides; a tied one is the embedding and stays whole.
     Each rank has whole experts. Of an adapter only the matrix is split that has the outputs, or inputs, which are.
     """
-    plain, matrix = without_adapter(name)
+    plain, matrix = ParameterName(name).without_adapter
     *_, module, kind = ("", *plain.split("."))
-    if kind == "sinks" or is_of_experts(name):
+    if kind == "sinks" or ParameterName(name).is_of_experts:
         return 0
-    if module in (*COLUMNWISE, *OF_HEADS) or (name == "lm_head.weight" and size[0] % tp == 0):
+    if module in (*ParameterName.COLUMNWISE, *OF_HEADS) or (name == "lm_head.weight" and size[0] % tp == 0):
         return None if matrix == "lora_A" else 0
-    return 1 if module in ROWWISE and kind == "weight" and matrix != "lora_B" else None
+    return 1 if module in ParameterName.ROWWISE and kind == "weight" and matrix != "lora_B" else None
 
 
 def fsdp_dim(name: str, size: tuple[int, ...], num_shards: int) -> int:
@@ -129,7 +114,7 @@ def fsdp_dim(name: str, size: tuple[int, ...], num_shards: int) -> int:
     any, that gives each rank equally much of it.
     """
     even = (dim for dim, length in enumerate(size) if length % num_shards == 0)
-    return next(even, 0) if is_of_experts(name) else 0
+    return next(even, 0) if ParameterName(name).is_of_experts else 0
 
 
 @dataclass(frozen=True)
@@ -152,11 +137,11 @@ class _Position:
     alike: int = 1
 
     def part(self, name: str, size: tuple[int, ...]) -> Part:
-        if is_router_bias(name):
-            return whole(size)
-        box = self._slice(name, size) if self.tp > 1 else list(whole(size).box)
+        if ParameterName(name).is_router_bias:
+            return Part.whole(size)
+        box = self._slice(name, size) if self.tp > 1 else list(Part.whole(size).box)
         shards, shard = self.num_shards, self.shard
-        if self.ep > 1 and is_of_experts(name):
+        if self.ep > 1 and ParameterName(name).is_of_experts:
             box[0] = _share(size[0], self.ep * self.tp, self.ep_index * self.tp + self.tp_index)
             shards, shard = max(1, shards // self.ep), shard // self.ep
         match self.split:
@@ -170,7 +155,7 @@ class _Position:
 
     def _slice(self, name: str, size: tuple[int, ...]) -> list[range]:
         """Return the range of each dim that tensor parallelism assigns to the rank."""
-        box = list(whole(size).box)
+        box = list(Part.whole(size).box)
         dim = tensor_parallel_dim(name, size, self.tp)
         if self.vocabulary_multiple and f".{name}".endswith(VOCABULARY):
             padded = -(-size[0] // self.vocabulary_multiple) * self.vocabulary_multiple
@@ -181,24 +166,10 @@ class _Position:
         return box
 
 
-def parts_on(model: PlacedModel, shape: ModelShape, rank: int, names: frozenset[str] | None = None) -> Parts:
-    """Return the part of every parameter of the pipeline stage on ``rank``, by name.
-
-    Ranks at the same position share the result. ``names``: of the parameters in question; None: all.
-    """
-    return parts_of(model, named(shape_on(model, shape, rank).parameters, names), rank, shape.sizes)
-
-
 @lru_cache(maxsize=256)
 def named(parameters: Parameters, names: frozenset[str] | None) -> Parameters:
     """Return the ``parameters`` that are called ``names``; None: all."""
     return parameters if names is None else HashedParameters(each for each in parameters if each[0] in names)
-
-
-def shape_on(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
-    """Return the shape of a role as this copy names its parameters, of the pipeline stage on ``rank``."""
-    layout = model.layout
-    return shape_of_stage(shape_of(model, shape), layout.stage(rank), layout.pp)
 
 
 def parts_of(model: PlacedModel, parameters: Parameters, rank: int, sizes: Sizes | None = None) -> Parts:
@@ -216,45 +187,13 @@ def elements_on_rank(model: PlacedModel, parameters: Parameters, rank: int, size
     return _elements(_position_on(model, rank, sizes), parameters)
 
 
-def position_of(model: PlacedModel, rank: int) -> tuple[int, int, int]:
-    """Return all that the part of a model on a rank depends on: the stage, the tensor-parallel part, and the shard or
-    the experts.
-    """
-    layout = model.layout.of_weights
-    return layout.stage(rank), layout.tp_index(rank), layout.replica(rank) % max(model.num_shards, layout.ep)
-
-
-def by_position(model: PlacedModel, of: Callable[[int], Found]) -> dict[int, Found]:
-    """Return ``of`` each rank of ``model``; ranks at the same position of its layout share one result."""
-    found: dict[tuple[int, int, int], Found] = {}
-    ranks: dict[int, Found] = {}
-    for rank in model.ranks:
-        position = position_of(model, rank)
-        if position not in found:
-            found[position] = of(rank)
-        ranks[rank] = found[position]
-    return ranks
-
-
 def part_elements(parts: Parts, names: Sequence[str]) -> int:
     """Return the elements of the parts called ``names``."""
     return sum(parts[name].num_elements for name in names)
 
 
-def trained_parts(model: PlacedModel, shape: ModelShape, rank: int, names: frozenset[str] | None = None) -> Parts:
-    """Return the part on ``rank`` of each parameter that training changes, by name. ``names``: as of ``parts_on``."""
-    parts, stored = parts_on(model, shape, rank, names), shape_on(model, shape, rank)
-    return {name: parts[name] for name, _ in named(stored.trained, names)} if stored.adapters else parts
-
-
-def last_words(name: str) -> str:
-    """Return the end of a parameter's name from that of its layer on."""
-    plain, _ = without_adapter(name)
-    return name[len(plain.rpartition(".")[0].rpartition(".")[0]) :].removeprefix(".")
-
-
 def _position_on(model: PlacedModel, rank: int, sizes: Sizes | None) -> _Position:
-    _, tp_index, shard = position_of(model, rank)
+    _, tp_index, shard = model.position(rank)
     number, multiple, ep, tp = model.num_shards, model.facts.vocabulary_multiple, model.layout.ep, model.layout.tp
     alike = 1 if sizes is None else max(1, tp // sizes.kv_heads)
     return _Position(model.split, number, tp, shard % number, tp_index, multiple, ep, shard % ep, alike)
@@ -283,20 +222,15 @@ def _part_keys(
     return keys, {keys[name]: (name, size) for name, size in parameters}, Counter(keys.values())
 
 
-def is_of_experts(name: str) -> bool:
-    """Whether parameter ``name`` has the experts of a layer as its first dim."""
-    return without_adapter(name)[0].endswith(OF_EXPERTS)
-
-
 def _is_of_keys(name: str) -> bool:
     """Whether parameter ``name``, split along its outputs, is one of keys or values."""
-    *_, module, _ = ("", *without_adapter(name)[0].split("."))
-    return module in OF_KEYS
+    *_, module, _ = ("", *ParameterName(name).without_adapter[0].split("."))
+    return module in ParameterName.OF_KEYS
 
 
 def _part_key(name: str, size: tuple[int, ...]) -> PartKey:
     """Return all that a position's part depends on: the end of a name, and whether that is all of it."""
-    end = last_words(name)
+    end = ParameterName(name).last_words
     return end, end == name, size
 
 

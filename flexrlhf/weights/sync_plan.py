@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from flexrlhf.config.model_settings import Dtype, LoraSpec
+from flexrlhf.config.model_settings import DTYPE_BYTES, Dtype, LoraSpec
+from flexrlhf.config.spec import SyncSpec
 from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.weights.lora import adapters_to_merge, is_merged, merged_from, shape_of
-from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
-from flexrlhf.weights.shards import Part, Parts, by_position, named, parts_on, trained_parts
-from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan, WeightMessage
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.shards import Part, Parts, named
+from flexrlhf.weights.transfer_plan import Regions, TransferPlan, WeightMessage
 from flexrlhf.weights.transfers import Holdings, NodeOf, alike, mean_links, overlap, plan_transfers
 
 
@@ -89,23 +90,24 @@ class SyncPlan:
         elements = sum(message.num_elements * len(message.destinations) for message in messages)
         return DTYPE_BYTES[self.dtype] * elements
 
+    @classmethod
+    def of(
+        cls,
+        source: PlacedModel,
+        destination: PlacedModel,
+        shape: ModelShape,
+        bucket_bytes: int,
+        rank: int,
+        node_of: NodeOf | None = None,
+        dtype: Dtype | None = None,
+        overlaps: bool = False,
+    ) -> SyncPlan:
+        """Plan the part of ``rank`` in a Sync of the trained weights of ``source`` to ``destination``.
 
-def plan_sync(
-    source: PlacedModel,
-    destination: PlacedModel,
-    shape: ModelShape,
-    bucket_bytes: int,
-    rank: int,
-    node_of: NodeOf | None = None,
-    dtype: Dtype | None = None,
-    overlaps: bool = False,
-) -> SyncPlan:
-    """Plan the part of ``rank`` in a Sync of the trained weights of ``source`` to ``destination``.
-
-    ``dtype``: ``sync.dtype``. ``overlaps``: whether it overlaps other work.
-    """
-    transfers = transfers_of(source, destination, shape, bucket_bytes, node_of, dtype, overlaps)
-    return sync_on_rank(transfers, source, destination, shape, rank, dtype)
+        ``dtype``: ``sync.dtype``. ``overlaps``: whether it overlaps other work.
+        """
+        transfers = transfers_of(source, destination, shape, bucket_bytes, node_of, dtype, overlaps)
+        return sync_on_rank(transfers, source, destination, shape, rank, dtype)
 
 
 def sync_on_rank(
@@ -121,22 +123,12 @@ def sync_on_rank(
         source=source.name,
         destination=destination.name,
         rank=rank,
-        dtype=sent_dtype(destination, dtype),
+        dtype=destination.sent_dtype(dtype),
         buckets=_on_rank(transfers, rank),
         source_parts=sent_parts(source, destination, shape, rank) if rank in source.ranks else {},
-        parts=trained_parts(destination, shape, rank) if rank in destination.ranks else {},
+        parts=shape.trained_parts(destination, rank) if rank in destination.ranks else {},
         adapters=merged_adapters(source, destination, shape, rank),
     )
-
-
-def sent_dtype(destination: PlacedModel, dtype: Dtype | None) -> Dtype:
-    """Return the type in which weights are sent: that of the copy, or ``dtype`` (``sync.dtype``) if it is smaller.
-
-    The copy then has the rounded values in its own type, also where a rank copies from itself: results do not
-    depend on what crosses.
-    """
-    own = destination.settings.dtype
-    return dtype if dtype is not None and DTYPE_BYTES[dtype] < DTYPE_BYTES[own] else own
 
 
 def transfers_of(
@@ -155,14 +147,14 @@ def transfers_of(
 
 def _bucket_elements(destination: PlacedModel, bucket_bytes: int, dtype: Dtype | None) -> int:
     """Return the elements that the buffers of one bucket may have."""
-    return max(1, bucket_bytes // (NUM_BUCKETS * DTYPE_BYTES[sent_dtype(destination, dtype)]))
+    return max(1, bucket_bytes // (SyncSpec.NUM_BUCKETS * destination.sent_item_bytes(dtype)))
 
 
 def _holdings(source: PlacedModel, destination: PlacedModel, shape: ModelShape) -> tuple[Holdings, Holdings]:
     """Return the parts that ranks of the source and of the copy store of the weights that are sent."""
     return (
-        by_position(source, lambda rank: sent_parts(source, destination, shape, rank)),
-        by_position(destination, lambda rank: trained_parts(destination, shape, rank)),
+        source.by_position(lambda rank: sent_parts(source, destination, shape, rank)),
+        destination.by_position(lambda rank: shape.trained_parts(destination, rank)),
     )
 
 
@@ -180,7 +172,7 @@ def sync_links(
     Replicas of the source are counted with equal shares. Checksums are not counted: 8 bytes a message.
     """
     found: dict[tuple[int, int], float] = defaultdict(float)
-    item = DTYPE_BYTES[sent_dtype(destination, dtype)]
+    item = destination.sent_item_bytes(dtype)
     most = _bucket_elements(destination, bucket_bytes, dtype)
     for link, elements in mean_links(*_holdings(source, destination, shape), most, node_of, overlaps).items():
         found[link] += item * elements
@@ -195,14 +187,14 @@ def sync_bytes(source: PlacedModel, destination: PlacedModel, shape: ModelShape,
     sent, needed = _holdings(source, destination, shape)
     total = sum(len(ranks) * lacking(sent.get(ranks[0], {}), needed[ranks[0]]) for ranks in alike(needed, sent))
     gathers = sum(len(ranks) * (len(ranks) - 1) * size for ranks, size in _gathered_bytes(source, destination, shape))
-    return DTYPE_BYTES[sent_dtype(destination, dtype)] * total + gathers
+    return destination.sent_item_bytes(dtype) * total + gathers
 
 
 def _gathered_bytes(
     source: PlacedModel, destination: PlacedModel, shape: ModelShape
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield sets of ranks that gather adapters, in float32, with the bytes that each sends to each."""
-    for ranks in adapter_gathers(source, destination, shape):
+    for ranks in destination.adapter_gathers(source) if shape.is_merged_in(destination) else ():
         sizes = [0] * len(ranks)
         for names, parts in _alike_adapters(source, destination, shape, ranks):
             sizes = [size + len(names) * part.num_elements for size, part in zip(sizes, parts, strict=True)]
@@ -224,26 +216,6 @@ def uncovered(part: Part, own: Part | None) -> int:
     return part.num_elements - (0 if own is None else overlap(own, part))
 
 
-def is_in_place(source: PlacedModel, destination: PlacedModel) -> bool:
-    """Whether every rank of the copy has all that it stores from its own trained model."""
-    if not set(destination.ranks) <= set(source.ranks):
-        return False
-    is_alike = (source.engine, source.layout) == (destination.engine, destination.layout)
-    layout = source.layout
-    return source.split == "whole" and (layout.tp == layout.pp == layout.ep == 1 or is_alike)
-
-
-def adapter_gathers(
-    source: PlacedModel, destination: PlacedModel, shape: ModelShape | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of ranks that gather adapters before these are merged: shards of the same part of the model.
-
-    ``shape``: None: of a model that may have adapters.
-    """
-    merges = adapters_to_merge(source, destination) is not None and (shape is None or is_merged(destination, shape))
-    return tuple(dict.fromkeys(map(source.shard_set, source.ranks))) if merges and source.num_shards > 1 else ()
-
-
 def sent_parts(
     source: PlacedModel,
     destination: PlacedModel,
@@ -255,18 +227,18 @@ def sent_parts(
 
     ``names``: of the weights in question; None: all.
     """
-    sent = named(shape_of(destination, shape).trained, names)
-    if not is_merged(destination, shape):
-        parts = parts_on(source, shape, rank, names)
+    sent = named(shape.of_copy(destination).trained, names)
+    if not shape.is_merged_in(destination):
+        parts = shape.parts_on(source, rank, names)
         return {name: parts[name] for name, _ in sent if name in parts}
-    bases = {name: merged_from(name)[0] for name, _ in sent}
-    parts = parts_on(source, shape, rank, None if names is None else frozenset(bases.values()))
+    bases = {name: ParameterName(name).merged_from[0] for name, _ in sent}
+    parts = shape.parts_on(source, rank, None if names is None else frozenset(bases.values()))
     return {name: parts[base] for name, base in bases.items() if base in parts}
 
 
 def merged_adapters(source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int) -> Adapters | None:
     """Return the adapters that ``rank`` merges before a Sync sends the weights; None if it merges none."""
-    lora = adapters_to_merge(source, destination)
+    lora = destination.adapters_to_merge(source)
     if lora is None or rank not in source.ranks:
         return None
     ranks = source.shard_set(rank)
@@ -293,22 +265,22 @@ def _alike_adapters(
 ) -> Iterator[tuple[list[str], list[Part]]]:
     """Yield the adapters that are merged, split alike: their names, and the part of each on each of ``ranks``, of one
     pipeline stage."""
-    first = parts_on(source, shape, ranks[0])
+    first = shape.parts_on(source, ranks[0])
     # layers share their parts
     alike: dict[int, list[str]] = defaultdict(list)
     for name in _merged_names(destination, shape):
         if name in first:
             alike[id(first[name])].append(name)
     firsts = frozenset(names[0] for names in alike.values())
-    shards = [parts_on(source, shape, rank, firsts) for rank in ranks]
+    shards = [shape.parts_on(source, rank, firsts) for rank in ranks]
     for names in alike.values():
         yield names, [parts[names[0]] for parts in shards]
 
 
 def _merged_names(destination: PlacedModel, shape: ModelShape) -> Iterator[str]:
     """Yield the names of the adapters of the weights that are sent merged."""
-    for name, _ in shape_of(destination, shape).trained:
-        yield from merged_from(name)[1:]
+    for name, _ in shape.of_copy(destination).trained:
+        yield from ParameterName(name).merged_from[1:]
 
 
 def _together(parts: Sequence[Part]) -> Part:

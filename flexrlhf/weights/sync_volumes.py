@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import Part, Parts, position_of, trained_parts
-from flexrlhf.weights.sync_plan import adapter_elements, is_in_place, sent_parts, uncovered
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shards import Part, Parts
+from flexrlhf.weights.sync_plan import adapter_elements, sent_parts, uncovered
 from flexrlhf.weights.transfers import NodeOf, overlap
 
 
@@ -92,7 +92,7 @@ class _PairVolumes:
 
     def __init__(self, pair: _Pair) -> None:
         self._pair, source, destination, node_of = pair, pair.source, pair.destination, pair.node_of
-        self._is_in_place = is_in_place(source, destination)
+        self._is_in_place = destination.is_filled_in_place(source)
         self._found: dict[object, Volumes] = {}
         self._parts: dict[object, Parts] = {}
         self._merged: dict[object, int] = {}
@@ -123,7 +123,7 @@ class _PairVolumes:
         """Return the elements of the adapters that a rank of the trained model merges, once for ranks that gather the
         same parts."""
         source, destination, shape = self._pair.source, self._pair.destination, self._pair.shape
-        key = position_of(source, source.shard_set(rank)[0])
+        key = source.position(source.shard_set(rank)[0])
         if key not in self._merged:
             self._merged[key] = adapter_elements(source, destination, shape, rank)
         return self._merged[key]
@@ -162,12 +162,12 @@ class _PairVolumes:
     def _needed(self, rank: int) -> Parts | None:
         """Return the parts of the copy on ``rank``, of the same weights; None where it is not."""
         destination, shape = self._pair.destination, self._pair.shape
-        return self._at(destination, rank, lambda: trained_parts(destination, shape, rank, self._names))
+        return self._at(destination, rank, lambda: shape.trained_parts(destination, rank, self._names))
 
     def _at(self, model: PlacedModel, rank: int, parts: Callable[[], Parts]) -> Parts | None:
         if rank not in model.layout.places:
             return None
-        key = model.name, position_of(model, rank)
+        key = model.name, model.position(rank)
         if key not in self._parts:
             self._parts[key] = parts()
         return self._parts[key]
@@ -210,7 +210,7 @@ def _alike_weights(pair: _Pair) -> dict[str, int]:
     source, destination, shape = pair.source, pair.destination, pair.shape
     # other ranks of a stage share its parts in the same way
     stages = [sent_parts(source, destination, shape, rank) for rank in source.layout.pp_set(source.ranks[0])]
-    stages += [trained_parts(destination, shape, rank) for rank in destination.layout.pp_set(destination.ranks[0])]
+    stages += [shape.trained_parts(destination, rank) for rank in destination.layout.pp_set(destination.ranks[0])]
     alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in {name: None for parts in stages for name in parts}:
         alike[tuple(id(parts.get(name)) for parts in stages)].append(name)

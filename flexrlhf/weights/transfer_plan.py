@@ -16,7 +16,7 @@ from itertools import zip_longest
 from math import ceil, gcd, sqrt
 
 from flexrlhf.weights.boxes import Box, box_elements
-from flexrlhf.weights.expert_files import is_router_bias
+from flexrlhf.weights.parameters import ParameterName
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,15 @@ class Region:
     def num_elements(self) -> int:
         return box_elements(self.box)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it travels by itself."""
+        return self.num_elements >= LARGE
+
 
 Regions = tuple[Region, ...]
 LARGE = 2**16
 """Elements from which on a region travels by itself."""
-NUM_BUCKETS = 3
-"""Buckets that exist at a time: two in flight while a third is packed."""
 
 
 def count(regions: Sequence[Region]) -> int:
@@ -66,10 +69,10 @@ class WeightMessage:
     def vectors(self) -> tuple[Regions, ...]:
         """Regions that are sent as one vector: each large one alone, so that it need not be packed, biases of routers,
         which have a type of their own, and all others."""
-        large = [(region,) for region in self.regions if region.num_elements >= LARGE]
-        small = [region for region in self.regions if region.num_elements < LARGE]
-        biases = tuple(region for region in small if is_router_bias(region.name))
-        others = tuple(region for region in small if not is_router_bias(region.name))
+        large = [(region,) for region in self.regions if region.is_large]
+        small = [region for region in self.regions if not region.is_large]
+        biases = tuple(region for region in small if ParameterName(region.name).is_router_bias)
+        others = tuple(region for region in small if not ParameterName(region.name).is_router_bias)
         return tuple(filter(None, (*large, biases, others)))
 
 

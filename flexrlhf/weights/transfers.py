@@ -19,10 +19,10 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil, lcm, prod
 
+from flexrlhf.config.spec import SyncSpec
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, cut_rows, intersection, num_rows, slabs
-from flexrlhf.weights.shards import Part, whole
+from flexrlhf.weights.shards import Part
 from flexrlhf.weights.transfer_plan import (
-    NUM_BUCKETS,
     Bucket,
     Chain,
     Region,
@@ -167,7 +167,7 @@ class _Planner:
 
         A lot is sent on as many buckets later as have arrived by then.
         """
-        later = max(NUM_BUCKETS - 1, len(lots) if self._in_background else 0)
+        later = max(SyncSpec.NUM_BUCKETS - 1, len(lots) if self._in_background else 0)
         messages: dict[int, list[WeightMessage]] = defaultdict(list)
         stays: dict[int, Mapping[int, Regions]] = {}
         for turn, lot in enumerate(lots):
@@ -185,7 +185,7 @@ class _Planner:
         """Yield the elements of all tensors in lots of at most ``size``."""
         lot, left = list[Region](), size
         for name in sorted(self._shapes):
-            for box in slabs(whole(self._shapes[name]).box, size):
+            for box in slabs(Part.whole(self._shapes[name]).box, size):
                 elements = box_elements(box)
                 if lot and elements > left:
                     yield lot
@@ -269,7 +269,7 @@ class _Planner:
         found: dict[tuple[int, int], float] = defaultdict(float)
         chained: dict[Chain, float] = defaultdict(float)
         for names in self._alike:
-            near, far = self._needs([Region(names[0], whole(self._shapes[names[0]]).box)])
+            near, far = self._needs([Region(names[0], Part.whole(self._shapes[names[0]]).box)])
             for group, sources, common in near:
                 if group.ranks[0] not in sources:
                     for link in product(sources, group.ranks):

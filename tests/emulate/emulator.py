@@ -53,8 +53,7 @@ from flexrlhf.strategies.instructions import (
     Sync,
 )
 from flexrlhf.trainer.evaluation_batches import evaluation_shape, walk_evaluation
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import position_of, trained_parts
+from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.sync_plan import SyncPlan, sync_on_rank, transfers_of
 
 Position = object
@@ -671,7 +670,7 @@ class Rank:
 
 
 def _stores_something(model: PlacedModel, shape: ModelShape, rank: int) -> bool:
-    return any(part.num_elements for part in trained_parts(model, shape, rank).values())
+    return any(part.num_elements for part in shape.trained_parts(model, rank).values())
 
 
 class EvaluationRank(Rank):
@@ -722,4 +721,4 @@ class EvaluationRank(Rank):
 
 def shard_of(model: PlacedModel, rank: int) -> tuple[int, int, int]:
     """Part of the weights on a rank: stage, tensor-parallel index, and shard or experts if it has only a part."""
-    return position_of(model, rank)
+    return model.position(rank)

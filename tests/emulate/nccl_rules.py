@@ -17,9 +17,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from flexrlhf.config.spec import SyncSpec
 from flexrlhf.placement.groups import Group
 from flexrlhf.weights.sync_plan import RankBucket, SyncPlan
-from flexrlhf.weights.transfer_plan import NUM_BUCKETS
 
 Message = tuple[int, int]
 """Sender and receiver."""
@@ -160,13 +160,13 @@ def _walked(
     sending: deque[Call] = deque()
     arriving: deque[list[Call]] = deque()
     for number, bucket in enumerate(buckets):
-        if bucket.sends and len(sending) == NUM_BUCKETS - 1:
+        if bucket.sends and len(sending) == SyncSpec.NUM_BUCKETS - 1:
             calls.append(sending.popleft())
         if messages := _messages(rank, [bucket]):
             calls.append(Post((*key, number), group, messages))
         sending += [Await((*key, number))] * bool(bucket.sends)
         arriving.append([Await((*key, number))] * bool(bucket.receives))
-        if len(arriving) == NUM_BUCKETS - 1:
+        if len(arriving) == SyncSpec.NUM_BUCKETS - 1:
             calls += arriving.popleft()
     for each in arriving:
         calls += each

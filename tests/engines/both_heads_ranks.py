@@ -22,9 +22,7 @@ from flexrlhf.engines.base import ContextRanks, Engine, EngineContext
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import model_shape
-from flexrlhf.weights.shards import parts_on, trained_parts
 
 SECONDS = 100.0
 BOTH = (0, 1)
@@ -41,7 +39,7 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
     shape = model_shape("actor", spec, "both")
     assert shape is not None
     if spec.lora is not None:
-        shape = with_adapters("actor", shape, spec.lora)
+        shape = shape.with_adapters("actor", spec.lora)
     together = RankGroup(groups.get(name, BOTH), BOTH, wait)
     alone = RankGroup(None, (world.rank,), wait)
     engine: Engine = EngineContext(
@@ -58,7 +56,7 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
         store=dist.PrefixStore(name, world.store),
         cp=ContextRanks(together, together) if spec.cp > 1 else None,
     ).make_engine()
-    planned = {each: part.num_elements for each, part in parts_on(model, shape, world.rank).items()}
+    planned = {each: part.num_elements for each, part in shape.parts_on(model, world.rank).items()}
     assert planned == {each: tensor.numel() for each, tensor in engine.weights().items()}, name
     of_rank = None if has_all_rows(name) else world.rank
     share = slice(None) if of_rank is None else rows_of(of_rank)
@@ -74,7 +72,7 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
         f"response {each}": column for each, column in engine.generate(prompts().select(share), sampling()).items()
     }
     sets = next(ranks for ranks in model.gather_sets if world.rank in ranks)
-    parts = tuple(trained_parts(model, shape, rank) for rank in sets)
+    parts = tuple(shape.trained_parts(model, rank) for rank in sets)
     gather = WeightGather(groups.get(name, BOTH) if len(sets) > 1 else None, sets, parts, wait)
     live = engine.weights()
     weights = {each: live[each] for each in parts[0]}

@@ -32,8 +32,8 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.trainer.checkpoint_pieces import part_of
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import Parts, parts_on
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shards import Parts
 
 SECONDS = 100.0
 LINEAR = torch.nn.functional.linear
@@ -104,7 +104,7 @@ def run_case(directory: Path, name: str, world: World, groups: Groups) -> dict[s
     gc.collect()
     with counted_reads() as reads:
         engine, peak = peak_bytes(lambda: context_of(name, model, world, groups).make_engine())
-    parts, usage = parts_on(model, shape, world.rank), engine.memory_usage()
+    parts, usage = shape.parts_on(model, world.rank), engine.memory_usage()
     assert set(engine.weights()) == set(whole) and torch.nn.functional.linear is LINEAR, name
     if model.engine == "deepspeed":
         # its float32 weights are copies of those that it computes with

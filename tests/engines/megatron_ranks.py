@@ -19,7 +19,6 @@ from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.shapes import model_shape
-from flexrlhf.weights.shards import parts_on
 
 SECONDS = 100.0
 
@@ -35,7 +34,7 @@ def run_case(model: PlacedModel, case: Case, world: World, groups: Groups) -> di
     shape = model_shape("actor", model.settings, model.head)
     assert shape is not None
     engine, rows = engine_on_rank(model, world, groups, LENGTHS, SEED, UPDATES), rows_of(model.layout, world.rank)
-    planned = {each: part.num_elements for each, part in parts_on(model, shape, world.rank).items()}
+    planned = {each: part.num_elements for each, part in shape.parts_on(model, world.rank).items()}
     assert planned == {each: tensor.numel() for each, tensor in engine.weights().items()}, model.name
     batch = mini_batch(20, rows=7).select(rows)
     found = {f"first {each}": tensor.clone() for each, tensor in engine.weights().items()}

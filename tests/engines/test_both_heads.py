@@ -37,7 +37,6 @@ from flexrlhf.operators.columns import Column
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.runs.model_directory import save_adapters, save_model
-from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import model_shape
 
 peft = pytest.importorskip("peft")
@@ -220,7 +219,7 @@ def test_with_adapters_the_value_head_is_trained_too(targets: tuple[str, ...] | 
     settings = placed(lora=LORA | {"targets": targets}).settings
     planned = model_shape("actor", settings, "both")
     assert planned is not None and settings.lora is not None
-    assert changed == {name for name, _ in with_adapters("actor", planned, settings.lora).trained}
+    assert changed == {name for name, _ in planned.with_adapters("actor", settings.lora).trained}
 
 
 def test_a_shadow_has_both_heads() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 import numpy as np
 import pytest
 from forked import run_ranks
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.row_split import RowSplit
-from flexrlhf.memory.attention_bytes import repeated_heads
 
 
 def test_attention_over_parts_of_rows_is_that_over_whole_rows() -> None:
@@ -37,5 +38,5 @@ def test_a_part_has_the_places_of_its_tokens() -> None:
     ("heads", "kv_heads", "parts", "repeats"), [(4, 2, 2, 1), (4, 2, 4, 2), (12, 2, 4, 2), (12, 4, 6, 3), (8, 8, 4, 1)]
 )
 def test_keys_are_repeated_as_little_as_ranks_need(heads: int, kv_heads: int, parts: int, repeats: int) -> None:
-    assert repeated_heads(kv_heads, parts) == repeats * kv_heads
+    assert lcm(kv_heads, parts) == repeats * kv_heads
     assert heads // kv_heads % repeats == 0

@@ -22,7 +22,7 @@ from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
 from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.model_files import stored_tensors
-from flexrlhf.weights.shards import Part, whole
+from flexrlhf.weights.shards import Part
 
 Found = dict[str, dict[str, Any]]
 TENSORS = {
@@ -55,7 +55,7 @@ def test_a_part_is_read_as_it_is_cut_from_the_whole_tensor(
     save_file(TENSORS, tmp_path / "model.safetensors")
     stored = stored_tensors("models.actor.path", tmp_path)
     for name, tensor in TENSORS.items():
-        for part in [whole(tuple(tensor.shape)), *PARTS[name]]:
+        for part in [Part.whole(tuple(tensor.shape)), *PARTS[name]]:
             target = torch.full((part.num_elements,), torch.nan, dtype=dtype)
             read = PartReader().read(stored[name], part, target)
             expected = tensor.to(dtype) if part.box == () else cut(tensor, part).to(dtype)
@@ -68,10 +68,13 @@ def test_a_part_is_read_as_it_is_cut_from_the_whole_tensor(
 @pytest.mark.parametrize(
     ("end", "parts"),
     [
-        ("gate_up_proj", [whole((3, 8, 5)), Part((3, 8, 5), (range(1, 3), range(8), range(5)))]),
+        ("gate_up_proj", [Part.whole((3, 8, 5)), Part((3, 8, 5), (range(1, 3), range(8), range(5)))]),
         ("gate_up_proj", [Part((3, 8, 5), (range(1, 3), range(8), range(5)), range(start, 71)) for start in range(7)]),
-        ("gate_up_proj", [Part((3, 8, 5), whole((3, 8, 5)).box, flat) for flat in (range(22, 24), range(35, 115))]),
-        ("down_proj", [whole((3, 5, 4)), Part((3, 5, 4), whole((3, 5, 4)).box, range(13, 47))]),
+        (
+            "gate_up_proj",
+            [Part((3, 8, 5), Part.whole((3, 8, 5)).box, flat) for flat in (range(22, 24), range(35, 115))],
+        ),
+        ("down_proj", [Part.whole((3, 5, 4)), Part((3, 5, 4), Part.whole((3, 5, 4)).box, range(13, 47))]),
     ],
 )
 def test_parts_of_experts_are_read_from_a_tensor_for_each_expert(end: str, parts: list[Part], tmp_path: Path) -> None:
@@ -93,10 +96,10 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_one_sentence(tmp_path:
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(stored["matrix"].start + 3)
     with pytest.raises(UserError, match="ends before its last tensor"):
-        PartReader().read(stored["matrix"], whole((6, 5)), torch.empty(30))
+        PartReader().read(stored["matrix"], Part.whole((6, 5)), torch.empty(30))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"model\.safetensors: cannot be read \(No such file"):
-        PartReader().read(stored["matrix"], whole((6, 5)), torch.empty(30))
+        PartReader().read(stored["matrix"], Part.whole((6, 5)), torch.empty(30))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flexrlhf.comm.weights import cut
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.weights.shapes import model_shape
-from flexrlhf.weights.shards import parts_on
 
 pytest.importorskip("megatron.core")
 
@@ -95,7 +94,7 @@ def check_weights(
     """A rank has its planned part of one rank's weights; exactly: of the float32 weights, rounded."""
     shape = model_shape("actor", ModelSpec(init=case.init), case.head)
     assert shape is not None
-    for name, part in parts_on(case.placed(), shape, rank).items():
+    for name, part in shape.parts_on(case.placed(), rank).items():
         values = found[f"{when} {name}"].reshape(-1)
         own = cut(expected[name], part)
         if exact:
@@ -111,6 +110,6 @@ def check_states(case: Case, found: list[dict[str, Tensor]]) -> None:
     for each, _ in shape.parameters:
         stored = sum(of_rank[f"exp_avg {each}"].numel() for of_rank in found if f"exp_avg {each}" in of_rank)
         planned = sum(
-            parts[each].num_elements for rank in model.ranks if each in (parts := parts_on(model, shape, rank))
+            parts[each].num_elements for rank in model.ranks if each in (parts := shape.parts_on(model, rank))
         )
         assert stored == (planned // model.layout.of_weights.dp if model.settings.zero == 1 else planned), each

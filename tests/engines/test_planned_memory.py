@@ -21,8 +21,8 @@ from flexrlhf.operators.columns import COLUMNS, Lengths
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.placement import Placement
-from flexrlhf.weights.lora import with_adapters
-from flexrlhf.weights.shapes import ModelShape, model_shape
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shapes import model_shape
 
 LENGTHS, ROWS, VOCABULARY = Lengths(24, 40), 8, 2000
 INIT = {
@@ -57,7 +57,7 @@ def placed(role: str, settings: dict[str, Any], head: Head) -> tuple[PlacedModel
     shape = model_shape(role, spec, head)
     assert shape is not None
     if spec.lora is not None:
-        shape = with_adapters(role, shape, spec.lora)
+        shape = shape.with_adapters(role, spec.lora)
     return PlacedModel(ModelName(role), Layout((0,)), True, spec, head=head), shape
 
 

@@ -14,7 +14,6 @@ from planned_memory_ranks import ALONE, LENGTHS, ROWS, TOGETHER, Case
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.placement.placement import Placement
-from flexrlhf.weights.lora import with_adapters
 from flexrlhf.weights.shapes import model_shape
 
 pytest.importorskip("megatron.core")
@@ -68,7 +67,7 @@ def compared(case: Case, name: str, found: Found) -> Iterator[tuple[int, tuple[d
     shape = model_shape(model.role, model.settings, case.head)
     assert shape is not None
     if model.settings.lora is not None:
-        shape = with_adapters(model.role, shape, model.settings.lora)
+        shape = shape.with_adapters(model.role, model.settings.lora)
     lengths = SequenceLengths(LENGTHS.prompt, LENGTHS.response)
     sizing = Sizing(Placement((model,), case.ranks), {model.role: shape}, lengths, SyncSpec())
 

@@ -66,9 +66,7 @@ from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing  # noqa: E40
 from flexrlhf.memory.engine_bytes import model_state  # noqa: E402
 from flexrlhf.operators.columns import Lengths  # noqa: E402
 from flexrlhf.runs.model_directory import save_adapters, save_model  # noqa: E402
-from flexrlhf.weights.lora import with_adapters  # noqa: E402
 from flexrlhf.weights.shapes import model_shape  # noqa: E402
-from flexrlhf.weights.shards import parts_on  # noqa: E402
 
 Columns = dict[str, Tensor]
 RESPONSE = LENGTHS.response
@@ -205,7 +203,7 @@ def test_families(init: dict[str, Any]) -> None:
     sizes = {name: tensor.numel() for name, tensor in made.weights().items()}
     shape = model_shape("actor", model.settings)
     assert shape is not None
-    assert sizes == {name: part.num_elements for name, part in parts_on(model, shape, 0).items()}
+    assert sizes == {name: part.num_elements for name, part in shape.parts_on(model, 0).items()}
     assert all(torch.equal(tensor, made.weights()[name]) for name, tensor in own.named_parameters())
     changed = other_weights(model)
     made.load_weights(flat(changed))
@@ -484,7 +482,7 @@ def test_adapters_alone_change_the_policy(process: str, tmp_path: Path) -> None:
     model = replace(plain, settings=plain.settings.model_copy(update=source))
     shape = model_shape("actor", model.settings)
     assert shape is not None
-    adapted, trained = with_adapters("actor", shape, lora), load_model(model, SEED)
+    adapted, trained = shape.with_adapters("actor", lora), load_model(model, SEED)
     with torch.no_grad():
         for name, parameter in trained.named_parameters():
             if name in adapted.adapters:

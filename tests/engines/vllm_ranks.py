@@ -64,14 +64,13 @@ def generate(
     from flexrlhf.comm.weights import cut
     from flexrlhf.engines.vllm.engine import VllmEngine
     from flexrlhf.weights.shapes import model_shape
-    from flexrlhf.weights.shards import parts_on
 
     model = placed(init, ranks=replica.ranks, kv_tokens=256, pp=pp)
     store = dist.PrefixStore(f"rollout/{replica.ranks}", world.store)
     engine = VllmEngine(engine_context(model, replica, store))
     shape = model_shape("actor", model.settings)
     assert shape is not None
-    parts = parts_on(model, shape, world.rank)
+    parts = shape.parts_on(model, world.rank)
     planned = {name: part.num_elements for name, part in parts.items()}
     is_as_planned = planned == {name: tensor.numel() for name, tensor in engine.weights().items()}
     batch = prompts(8)

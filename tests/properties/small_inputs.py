@@ -24,7 +24,7 @@ from flexrlhf.runs.manifest import Manifest, Progress
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces
 from flexrlhf.weights.families import decoder_shapes
-from flexrlhf.weights.shards import whole
+from flexrlhf.weights.shards import Part
 
 Raw = dict[str, Any]
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "ten", "plus", "minus", "is", "the", "sum", "of")
@@ -124,7 +124,7 @@ def _write_run() -> None:
     run = plan.spec.directory
     directory = RunDirectory(run).checkpoint(2).path
     directory.mkdir(parents=True)
-    pieces = {f"weights/{n}": Piece(torch.ones(s), whole(s)) for n, s in plan.shapes["actor"].parameters}
+    pieces = {f"weights/{n}": Piece(torch.ones(s), Part.whole(s)) for n, s in plan.shapes["actor"].parameters}
     files = {piece_file("actor", 0): write_pieces(directory / piece_file("actor", 0), pieces)}
     files["actor.config.json"] = write_durably(directory / "actor.config.json", json.dumps(LLAMA).encode())
     progress = Progress(2, {"actor": {"updates": 4.0}}, {"actor": 2}, {}, {}, {})

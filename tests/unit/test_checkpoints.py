@@ -38,8 +38,8 @@ from flexrlhf.strategies.instructions import Checkpoint, Run
 from flexrlhf.strategies.schedule import RunStart, Schedule
 from flexrlhf.trainer.checkpointer import merged_progress
 from flexrlhf.trainer.stop_requests import StopRequests
-from flexrlhf.weights.saving import dump_part, load_part, written_names
-from flexrlhf.weights.shards import Part, trained_parts, whole
+from flexrlhf.weights.saving import written_names
+from flexrlhf.weights.shards import Part
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -50,7 +50,7 @@ def test_pieces_of_any_layout_are_read_by_any_other(seed: int, tmp_path: Path) -
     writer = placed(engine, zero, tp, dp)
     tensors = {name: torch.randn(size) for name, size in shape.parameters}
     for rank in writer.ranks:
-        parts, mine = trained_parts(writer, shape, rank), written_names(writer, shape, rank)
+        parts, mine = shape.trained_parts(writer, rank), written_names(writer, shape, rank)
         pieces = {f"weights/{n}": Piece(cut(tensors[n], parts[n]), parts[n]) for n in mine if parts[n].num_elements}
         if pieces:
             write_pieces(tmp_path / piece_file("actor", rank), pieces)
@@ -59,7 +59,7 @@ def test_pieces_of_any_layout_are_read_by_any_other(seed: int, tmp_path: Path) -
             continue  # the sizes are multiples of tp alone
         reader = placed(engine, zero, other_tp, draw.randint(1, 5))
         for rank in reader.ranks:
-            for name, part in trained_parts(reader, shape, rank).items():
+            for name, part in shape.trained_parts(reader, rank).items():
                 found = PieceReader(tmp_path, "actor").read(f"weights/{name}", part)
                 assert torch.equal(found, cut(tensors[name], part)), (name, part)
 
@@ -68,7 +68,7 @@ def test_each_number_is_written_once_and_the_work_is_shared() -> None:
     model, shape = placed("torch", 0, 2, 3), drawn_shape(random.Random(1), 2)
     by_rank = [written_names(model, shape, rank) for rank in model.ranks]
     written = sum(
-        trained_parts(model, shape, rank)[name].num_elements
+        shape.trained_parts(model, rank)[name].num_elements
         for rank, names in zip(model.ranks, by_rank, strict=True)
         for name in names
     )
@@ -77,7 +77,7 @@ def test_each_number_is_written_once_and_the_work_is_shared() -> None:
 
 
 def flat_part(shape: tuple[int, ...], flat: range) -> Part:
-    return replace(whole(shape), flat=flat)
+    return replace(Part.whole(shape), flat=flat)
 
 
 def test_ranges_of_stage_1_are_read_as_whole_tensors(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_ranges_of_stage_1_are_read_as_whole_tensors(tmp_path: Path) -> None:
 
 def test_a_part_is_read_back_from_its_text() -> None:
     for part in (flat_part((4, 2), range(1, 7)), replace(flat_part((4,), range(4)), flat=None)):
-        assert load_part(dump_part(part)) == part
+        assert Part.load(part.text) == part
 
 
 def written_checkpoint(plan: Plan, next_step: int) -> Path:

@@ -26,10 +26,9 @@ from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_models
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.lora import shape_of, with_adapters
-from flexrlhf.weights.model_files import SCALAR_HEAD
-from flexrlhf.weights.shapes import ModelShape, model_shape
-from flexrlhf.weights.shards import parts_on, trained_parts
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.sync_plan import sync_bytes, sync_links
 
 LOGPROBS = Operator("logprobs", "forward", "actor", TEXT, ("logprobs",))
@@ -84,7 +83,7 @@ def test_each_role_has_its_own() -> None:
     found = plan_of([0.5] * 4, 2)
     assert heads_of(found.graph) == {"actor": "causal", "critic": "scalar", "ref": "causal", "reward": "scalar"}
     assert {model.role: model.head for model in found.placement.models} == heads_of(found.graph)
-    assert {role: SCALAR_HEAD in shape.names for role, shape in found.shapes.items()} == {
+    assert {role: ParameterName.SCALAR_HEAD in shape.names for role, shape in found.shapes.items()} == {
         role: head == "scalar" for role, head in heads_of(found.graph).items()
     }
 
@@ -117,21 +116,21 @@ def trunk(ranks: tuple[int, ...], name: str = "actor", **settings: Any) -> Place
 ROLLOUT = PlacedModel(
     ModelName("actor.rollout"), Layout((2,)), False, ModelSpec(init=TINY, engine="vllm"), RolloutSpec(engine="vllm")
 )
-ADAPTED = with_adapters("actor", trunk_shape(), LoraSpec(rank=2))
+ADAPTED = trunk_shape().with_adapters("actor", LoraSpec(rank=2))
 
 
 @pytest.mark.parametrize("shape", [trunk_shape(), ADAPTED], ids=["plain", "adapters"])
 @pytest.mark.parametrize("settings", [{}, {"zero": 3}, {"zero": 3, "engine": "deepspeed"}], ids=str)
 def test_nothing_of_the_second_head_is_sent_to_a_rollout_engine(settings: dict[str, Any], shape: ModelShape) -> None:
     source, shadow = trunk((0, 1), **settings), trunk((2,), "actor.shadow")
-    names = set(trained_parts(ROLLOUT, shape, 2))
+    names = set(shape.trained_parts(ROLLOUT, 2))
     plain = model_shape("actor", ModelSpec(init=TINY))
     assert plain is not None
-    assert SCALAR_HEAD not in names and set(parts_on(ROLLOUT, shape, 2)) == plain.names
-    assert SCALAR_HEAD in trained_parts(shadow, shape, 2)
-    assert SCALAR_HEAD in trained_parts(source, shape, 0)
+    assert ParameterName.SCALAR_HEAD not in names and set(shape.parts_on(ROLLOUT, 2)) == plain.names
+    assert ParameterName.SCALAR_HEAD in shape.trained_parts(shadow, 2)
+    assert ParameterName.SCALAR_HEAD in shape.trained_parts(source, 0)
     # the same tensors are gathered as of a model without that head
-    without = plain if shape is not ADAPTED else with_adapters("actor", plain, LoraSpec(rank=2))
+    without = plain if shape is not ADAPTED else plain.with_adapters("actor", LoraSpec(rank=2))
     found, expected = (sync_links(source, ROLLOUT, each, 10**9) for each in (shape, without))
     assert found == expected
 
@@ -146,12 +145,12 @@ def test_a_shadow_is_sent_both_heads() -> None:
 
 def test_the_shape_of_a_copy_is_found_once() -> None:
     shape = trunk_shape()
-    assert shape_of(ROLLOUT, shape) is shape_of(ROLLOUT, shape)
-    assert shape_of(trunk((0,)), shape) is shape
-    assert shape_of(ROLLOUT, ADAPTED).adapters == {
-        name for name in shape_of(ROLLOUT, ADAPTED).names if name.endswith("_proj.weight")
+    assert shape.of_copy(ROLLOUT) is shape.of_copy(ROLLOUT)
+    assert shape.of_copy(trunk((0,))) is shape
+    assert ADAPTED.of_copy(ROLLOUT).adapters == {
+        name for name in ADAPTED.of_copy(ROLLOUT).names if name.endswith("_proj.weight")
     }
-    assert SCALAR_HEAD in ADAPTED.adapters
+    assert ParameterName.SCALAR_HEAD in ADAPTED.adapters
 
 
 def test_the_guideline_prices_the_sync_without_it() -> None:

@@ -21,7 +21,7 @@ from flexrlhf.placement.layout import Layout, generation_layout, received_share
 from flexrlhf.plan.placement_text import placement_lines
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Offload, Release, Reload, Run, Sync
-from flexrlhf.weights.shapes import count_elements
+from flexrlhf.weights.parameters import count_elements
 
 HYBRID, TP = "rollout.engine=torch", "rollout.tp=2"
 ZERO = ("models.actor.engine=deepspeed", "models.actor.zero=3")
@@ -66,7 +66,7 @@ def test_a_sync_sends_what_hybridflow_sends(trained: int, generating: int) -> No
     sync = next(each for each in plan.schedule.instructions if isinstance(each, Sync))
     layout, shape = plan.placement["actor"].layout, plan.shapes["actor"]
     whole = [each for each in shape.parameters if len(each[1]) == 1 or each[0] == "model.embed_tokens.weight"]
-    split = 4 * (count_elements(shape.parameters) - count_elements(tuple(whole)))
+    split = 4 * (shape.num_parameters - count_elements(tuple(whole)))
     share = received_share(layout, generating)
     assert share == Fraction(trained - generating, trained * generating)
     assert plan.traffic.sync_bytes(sync) == 8 * share * split

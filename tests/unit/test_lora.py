@@ -12,17 +12,11 @@ from transformers import PreTrainedModel
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.strategies.instructions import Sync
-from flexrlhf.weights.lora import (
-    as_vllm_allocates,
-    lora_candidates,
-    merged_from,
-    shape_of,
-    with_adapters,
-    with_adapters_merged,
-    without_adapter,
+from flexrlhf.weights.model_shape import (
+    ModelShape,
 )
-from flexrlhf.weights.shapes import ModelShape, count_elements, model_shape
-from flexrlhf.weights.shards import trained_parts
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.shapes import model_shape
 
 SMALL = TINY | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES = [SMALL, SMALL | {"model_type": "qwen2"}, SMALL | {"attention_bias": True, "mlp_bias": True}]
@@ -38,7 +32,7 @@ def plain(role: str, config: dict[str, Any]) -> ModelShape:
 
 
 def adapted(role: str, config: dict[str, Any], **lora: Any) -> ModelShape:
-    return with_adapters(role, plain(role, config), LoraSpec(**lora))
+    return plain(role, config).with_adapters(role, LoraSpec(**lora))
 
 
 def real_model(role: str, config: dict[str, Any], seed: int = 0, **lora: Any) -> PreTrainedModel:
@@ -133,13 +127,13 @@ def test_the_number_of_trained_parameters(rank: int, role: str, head: int) -> No
     """Two layers; a critic also trains its head of 8 numbers."""
     shape = adapted(role, SMALL, rank=rank)
     added = 2 * rank * PER_LAYER
-    assert count_elements(shape.trained) == added + head
+    assert shape.num_trained == added + head
     assert shape.num_parameters == plain(role, SMALL).num_parameters + added
 
 
 def test_candidates_are_the_linear_layers_without_embeddings_and_heads() -> None:
     for role in ("actor", "critic"):
-        assert sorted(lora_candidates(plain(role, SMALL).parameters)) == sorted(LINEAR)
+        assert sorted(plain(role, SMALL).lora_candidates) == sorted(LINEAR)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +169,7 @@ def test_only_adapters_and_the_scalar_head_travel_to_a_shadow() -> None:
     syncs = [x for x in plan.schedule.instructions if isinstance(x, Sync)]
     assert {sync.source: plan.traffic.sync_bytes(sync) for sync in syncs} == {n: 4 * c for n, c in numbers.items()}
     for role, count in numbers.items():
-        parts = trained_parts(plan.placement[role], plan.shapes[role], 0)
+        parts = plan.shapes[role].trained_parts(plan.placement[role], 0)
         assert sum(part.num_elements for part in parts.values()) == count
         assert set(parts) == plan.shapes[role].adapters
 
@@ -189,38 +183,42 @@ def test_only_adapters_and_the_scalar_head_travel_to_a_shadow() -> None:
 def test_a_merged_model_has_the_parameters_of_the_plain_one(
     lora: dict[str, Any], config: dict[str, Any], role: str
 ) -> None:
-    merged = with_adapters_merged(adapted(role, config, **lora))
+    merged = adapted(role, config, **lora).merged
     assert merged.parameters == plain(role, config).parameters
 
 
 def test_of_a_merged_model_the_weights_change_that_adapters_stand_beside() -> None:
     """Neither their biases, nor weights without an adapter."""
     shape = adapted("actor", SMALL | {"model_type": "qwen2"}, targets=("k_proj", "up_proj"))
-    changed = [name for name, _ in with_adapters_merged(shape).trained]
+    changed = [name for name, _ in shape.merged.trained]
     paths = [f"model.layers.{layer}.{path}" for layer in (0, 1) for path in ("mlp.up_proj", "self_attn.k_proj")]
     assert changed == [f"{path}.weight" for path in paths]
 
 
 def test_a_merged_weight_is_computed_from_parameters_that_peft_has() -> None:
     shape = adapted("actor", SMALL, rank=3)
-    merged, known = with_adapters_merged(shape), dict(shape.parameters)
+    merged, known = shape.merged, dict(shape.parameters)
     names = [name for name, _ in merged.trained]
     for name, (outputs, inputs) in merged.trained:
-        assert [known[part] for part in merged_from(name)] == [(outputs, inputs), (3, inputs), (outputs, 3)]
+        assert [known[part] for part in ParameterName(name).merged_from] == [
+            (outputs, inputs),
+            (3, inputs),
+            (outputs, 3),
+        ]
     changing = {name for name, _ in shape.trained}
-    bases = {part for name in names for part in merged_from(name)} - changing
-    assert {part for name in names for part in merged_from(name)} >= changing and len(bases) == len(names)
+    bases = {part for name in names for part in ParameterName(name).merged_from} - changing
+    assert {part for name in names for part in ParameterName(name).merged_from} >= changing and len(bases) == len(names)
 
 
 def test_only_an_engine_that_generates_holds_them_merged() -> None:
     """A shadow that forwards keeps them apart, and so can the reference do without."""
     plan = plan_of([0.5] * 6, 2, "rollout.engine=vllm", "models.actor.lora={}", "models.critic.lora={}")
     actor, critic = plan.shapes["actor"], plan.shapes["critic"]
-    assert shape_of(plan.placement["actor.rollout"], actor) == with_adapters_merged(actor) != actor
-    assert shape_of(plan.placement["actor"], actor) is actor
-    assert shape_of(plan.placement["critic.shadow"], critic) is critic
+    assert actor.of_copy(plan.placement["actor.rollout"]) == actor.merged != actor
+    assert actor.of_copy(plan.placement["actor"]) is actor
+    assert critic.of_copy(plan.placement["critic.shadow"]) is critic
     bare = plan_of(None, 2, "rollout.engine=vllm")
-    assert shape_of(bare.placement["actor.rollout"], bare.shapes["actor"]) is bare.shapes["actor"]
+    assert bare.shapes["actor"].of_copy(bare.placement["actor.rollout"]) is bare.shapes["actor"]
 
 
 def test_only_the_weights_that_adapters_change_travel_to_an_engine() -> None:
@@ -241,7 +239,7 @@ def test_only_adapters_travel_to_an_engine_that_adds_them() -> None:
     sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync) and x.source == "actor")
     assert plan.traffic.sync_bytes(sync) == 2 * 2 * (4 * (8 + 8) + 3 * (8 + 16)) and not sync.gathers
     engine, shape = plan.placement["actor.rollout"], plan.shapes["actor"]
-    assert shape_of(engine, shape) is shape and set(trained_parts(engine, shape, 1)) == shape.adapters
+    assert shape.of_copy(engine) is shape and set(shape.trained_parts(engine, 1)) == shape.adapters
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -251,7 +249,7 @@ def test_tensor_parallel_ranks_get_their_part_of_a_or_b(tp: int, zero: int) -> N
     plan = plan_of(None, 2, SEPARATE, f"rollout.tp={tp}", "models.actor.lora={rank: 2}", f"models.actor.zero={zero}")
     engine, shape = plan.placement["actor.rollout"], plan.shapes["actor"]
     whole, split = 2 * (5 * 8 + 2 * 8), 2 * (3 * 8 + 2 * 16 + 8 + 16)
-    stored = [sum(p.num_elements for p in trained_parts(engine, shape, rank).values()) for rank in (0, 1)]
+    stored = [sum(p.num_elements for p in shape.trained_parts(engine, rank).values()) for rank in (0, 1)]
     assert stored == [whole + split // tp] * 2
     sync = next(x for x in plan.schedule.instructions if isinstance(x, Sync))
     assert (plan.traffic.sync_bytes(sync) == 0) == (zero == 0)
@@ -272,12 +270,14 @@ def test_vllm_allocates_padded_ranks_and_whole_groups(
     lora: dict[str, Any], allocated: list[str], rank: int, padded: int
 ) -> None:
     shape = adapted("actor", SMALL, rank=rank, **lora)
-    sizes = dict(as_vllm_allocates("actor", shape, LoraSpec(rank=rank, **lora)).parameters)
-    matrices = {name: size for name, size in sizes.items() if without_adapter(name)[1]}
+    sizes = dict(shape.as_vllm_allocates("actor", LoraSpec(rank=rank, **lora)).parameters)
+    matrices = {name: size for name, size in sizes.items() if ParameterName(name).without_adapter[1]}
     assert {name.split(".")[-4] for name in matrices} == set(allocated)
     assert {size[0 if "lora_A" in name else 1] for name, size in matrices.items()} == {padded}
     base = {name: size for name, size in sizes.items() if name not in matrices}
-    assert {without_adapter(name)[0]: size for name, size in base.items()} == dict(plain("actor", SMALL).parameters)
+    assert {ParameterName(name).without_adapter[0]: size for name, size in base.items()} == dict(
+        plain("actor", SMALL).parameters
+    )
 
 
 def test_a_rank_above_the_features_of_all_layers_is_refused() -> None:

@@ -27,10 +27,12 @@ from flexrlhf.memory.engine_bytes import (
     new_gradient_bytes,
     update_bytes,
 )
-from flexrlhf.memory.packed_rows import TextGroup, largest_pass, packs_texts
+from flexrlhf.memory.packed_rows import TextGroup, TextPacking, largest_pass
 from flexrlhf.memory.rank_memory import RankMemory, Start
 from flexrlhf.memory.states import PerParameter, State, sliced_elements, trained_units
 from flexrlhf.memory.transfer_bytes import UNDER_WAY, saved_model, saving_parts, sync_parts, writing_bytes
+from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run
@@ -38,8 +40,8 @@ from flexrlhf.strategies.residency import DeviceMemory
 from flexrlhf.strategies.workload import workload, works_of
 from flexrlhf.text import bytes_text
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.lora import with_adapters
-from flexrlhf.weights.shapes import ModelShape, model_shape
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shapes import model_shape
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "published"
 """Measurements collected from papers and repositories; not part of the project, so the rows that matter stand here."""
@@ -416,7 +418,7 @@ def test_tensor_parallel_slices_are_gathered_slices() -> None:
 @pytest.mark.parametrize("engine", ["torch", "deepspeed"])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_adapters_alone_are_trained(engine: str, zero: int) -> None:
-    shape = with_adapters("actor", llama(), LoraSpec(rank=4))
+    shape = llama().with_adapters("actor", LoraSpec(rank=4))
     trained = sum(math.prod(size) for _, size in shape.trained)
     actor = placed_model("actor", (0, 1), engine=engine, zero=zero, lora=LoraSpec(rank=4))
     state = model_state(actor, shape, 0)
@@ -608,6 +610,9 @@ def test_the_largest_pass_is_full_where_texts_are_the_longest() -> None:
 
 
 def test_a_window_of_attention_leaves_texts_in_rows_of_their_own() -> None:
+    def packs_texts(settings: ModelSpec, shape: ModelShape | None, longest: int) -> bool:
+        return TextPacking.of(PlacedModel(ModelName("actor"), Layout((0,)), True, settings), shape, longest).packs
+
     settings = ModelSpec()
     for config, packs in (
         ({}, True),

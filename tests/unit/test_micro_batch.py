@@ -12,7 +12,7 @@ from torch import Tensor
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.pass_settings import PassSettings
-from flexrlhf.memory.packed_rows import packed
+from flexrlhf.memory.packed_rows import PackedPass
 from flexrlhf.operators.columns import Lengths
 
 LENGTHS = Lengths(prompt=4, response=6)
@@ -216,13 +216,13 @@ def test_models_that_compute_the_same_texts_decide_their_layout_once() -> None:
     """As the actor and the critic in a mini-batch; a model with another budget has a layout of its own."""
     texts = [(3, 4), (1, 6), (2, 2), (4, 5)]
     split(texts, PACKED)
-    decided = packed.cache_info().misses
+    decided = PackedPass.all_of.cache_info().misses
     for other in (PACKED, replace(PACKED, dtype=torch.bfloat16)):
         split(texts, other)
-    assert packed.cache_info().misses == decided
+    assert PackedPass.all_of.cache_info().misses == decided
     split(texts, replace(PACKED, budget=15))
     split(texts[::-1], PACKED)
-    assert packed.cache_info().misses == decided + 2
+    assert PackedPass.all_of.cache_info().misses == decided + 2
 
 
 def test_an_idle_micro_batch_is_one_row_of_two_tokens() -> None:

@@ -7,7 +7,6 @@ from small_runs import plan_of
 
 from flexrlhf.plan.node_traffic import SentBytes
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.weights.shapes import count_elements
 
 TWO_NODES = "cluster={nodes: [{count: 2, devices: 2}], memory_gb: 9}"
 SIX = [0.5] * 6
@@ -23,14 +22,14 @@ def test_replicas_send_their_gradients_once_for_each_optimizer_step(zero: int) -
     """Two nodes: half of the bytes goes each way, for sums and for gathered weights."""
     stages = [f"models.{role}.zero={zero}" for role in ("actor", "critic")]
     plan = plan_of([1, 1, 1, 1], 4, TWO_NODES, "algorithm.num_mini_batches=4", "algorithm.epochs=2", *stages)
-    size = sum(4 * count_elements(plan.shapes[role].trained) for role in ("actor", "critic"))
+    size = sum(4 * plan.shapes[role].num_trained for role in ("actor", "critic"))
     assert plan.traffic.sent == {node: SentBytes(gradients=8 * size) for node in (0, 1)}
 
 
 def test_a_split_sends_weights_one_way_and_rows_the_other() -> None:
     plan = plan_of(SIX, 4, TWO_NODES, "sync.every=4")
     found = plan.traffic.sent
-    size = sum(4 * count_elements(plan.shapes[role].trained) for role in ("actor", "critic"))
+    size = sum(4 * plan.shapes[role].num_trained for role in ("actor", "critic"))
     # once for both replicas of each shadow, every fourth step
     assert found[0] == SentBytes(weights=size / 4)
     assert found[1].weights == found[1].gradients == 0 < found[1].rows < 1e5
@@ -38,7 +37,7 @@ def test_a_split_sends_weights_one_way_and_rows_the_other() -> None:
 
 def test_weights_of_an_unknown_architecture_are_not_counted() -> None:
     plan = plan_of(SIX, 4, TWO_NODES, "models.critic.init.model_type=gemma")
-    assert plan.traffic.sent[0].weights == 4 * count_elements(plan.shapes["actor"].trained)
+    assert plan.traffic.sent[0].weights == 4 * plan.shapes["actor"].num_trained
     assert "? B" in format_plan(plan)
 
 
@@ -46,7 +45,7 @@ def test_shards_that_passes_gather_are_named() -> None:
     plan = plan_of([1, 1, 1, 1], 4, TWO_NODES, "models.critic.zero=3")
     critic = plan.traffic.sent[0]
     assert critic.passes == ("critic",)
-    actor = 4 * count_elements(plan.shapes["actor"].trained)
+    actor = 4 * plan.shapes["actor"].num_trained
     assert critic.gradients == plan.batch.num_mini_batches * actor
     assert "each of nodes 0-1 sends" in format_plan(plan) and "shards of critic in every pass" in format_plan(plan)
 
@@ -57,7 +56,7 @@ def test_shards_in_nodes_send_their_gradients_once_and_no_weights(zero: int) -> 
     plan = plan_of(
         [1, 1, 1, 1], 4, TWO_NODES, f"models.critic={{zero: {zero}, shard: node}}", "models.ref={zero: 3, shard: node}"
     )
-    size = sum(4 * count_elements(plan.shapes[role].trained) for role in ("actor", "critic"))
+    size = sum(4 * plan.shapes[role].num_trained for role in ("actor", "critic"))
     assert plan.traffic.sent == {node: SentBytes(gradients=plan.batch.num_mini_batches * size) for node in (0, 1)}
 
 

@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from flexrlhf.memory.packed_rows import PackedPass, TextGroup, may_pack, packed, shared, units_of
+from flexrlhf.memory.packed_rows import PackedPass, TextGroup, may_pack, shared
 
 BUDGET = 8192
 
@@ -28,8 +28,8 @@ def padding(units: Sequence[Sequence[TextGroup]], passes: Sequence[PackedPass]) 
 @pytest.mark.parametrize("count", [16, 64, 128, 1024])
 def test_few_computed_tokens_are_padding(count: int) -> None:
     units = uneven(count)
-    assert padding(units, packed(units, BUDGET)) <= 1.1
-    apart = packed(units, BUDGET, together=False)
+    assert padding(units, PackedPass.all_of(units, BUDGET)) <= 1.1
+    apart = PackedPass.all_of(units, BUDGET, together=False)
     assert padding(units, apart) <= 1.2
     assert all(len(row) == 1 for each in apart for row in each.rows)
 
@@ -44,7 +44,7 @@ def test_every_group_has_one_place_within_the_budget(together: bool) -> None:
             for _ in range(rng.randint(1, 12))
         )
         budget = rng.randint(1, 120)
-        passes = packed(units, budget, together)
+        passes = PackedPass.all_of(units, budget, together)
         places = [place for each in passes for row in each.rows for place in row]
         assert sorted(places) == [(unit, index) for unit in range(len(units)) for index in range(samples)]
         for each in passes:
@@ -59,17 +59,17 @@ def test_every_group_has_one_place_within_the_budget(together: bool) -> None:
 def test_rows_by_hand() -> None:
     """10 tokens in rows as wide as the longest text: 6 | 4 2, or apart 6 | 4 | 2."""
     units = ((TextGroup(1, (1,)),), (TextGroup(4, (2,)),), (TextGroup(3, (1,)),))
-    (each,) = packed(units, 100)
+    (each,) = PackedPass.all_of(units, 100)
     assert (each.rows, each.width) == ((((1, 0),), ((2, 0), (0, 0))), 6)
-    (apart,) = packed(units, 100, together=False)
+    (apart,) = PackedPass.all_of(units, 100, together=False)
     assert (apart.rows, apart.width) == ((((1, 0),), ((2, 0),), ((0, 0),)), 6)
-    first, second = packed(units, 6)
+    first, second = PackedPass.all_of(units, 6)
     assert (first.rows, second.rows) == ((((1, 0),),), (((2, 0), (0, 0)),))
 
 
 def test_a_text_above_the_budget_is_alone() -> None:
     units = ((TextGroup(90, (20,)),), (TextGroup(3, (2,)),))
-    assert [(each.units, each.tokens) for each in packed(units, 50)] == [((0,), 110), ((1,), 5)]
+    assert [(each.units, each.tokens) for each in PackedPass.all_of(units, 50)] == [((0,), 110), ((1,), 5)]
 
 
 def test_a_prompt_is_computed_once_for_its_samples() -> None:
@@ -99,19 +99,19 @@ def test_a_group_above_the_budget_is_divided(shares: bool) -> None:
     """Sixteen responses of 8k tokens are never in one pass; at least one text is."""
     group = TextGroup(1024, (8192,) * 16)
     for budget, texts in ((0, 1), (9216, 1), (18432, 2), (16 * 9216, 16)):
-        units = units_of(group, budget, shares, compares=False)
-        passes = packed(units, budget, together=True)
+        units = group.units(budget, shares, compares=False)
+        passes = PackedPass.all_of(units, budget, together=True)
         assert [len(each.units) for each in passes] == [texts] * (16 // texts)
         assert all(each.tokens == texts * 9216 for each in passes)
-    (whole,) = units_of(group, 0, shares, compares=True)
-    (each,) = packed((whole,), 0)
+    (whole,) = group.units(0, shares, compares=True)
+    (each,) = PackedPass.all_of((whole,), 0)
     assert each.tokens == 16 * 9216
 
 
 def test_a_group_that_fits_shares_its_prompt() -> None:
     group = TextGroup(512, (64,) * 8)
-    assert units_of(group, BUDGET, True, False) == units_of(group, BUDGET, True, True) == ((group,),)
-    assert len(units_of(group, BUDGET, False, False)) == 8
+    assert group.units(BUDGET, True, False) == group.units(BUDGET, True, True) == ((group,),)
+    assert len(group.units(BUDGET, False, False)) == 8
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -121,20 +121,20 @@ def test_units_have_every_text_once_and_in_order(shares: bool, compares: bool) -
     for _ in range(200):
         group = TextGroup(rng.randint(1, 90), tuple(rng.randint(1, 60) for _ in range(rng.randint(1, 9))))
         budget = rng.randint(0, 400)
-        units = units_of(group, budget, shares, compares)
+        units = group.units(budget, shares, compares)
         parts = list(chain(*units))
         assert tuple(chain(*(part.responses for part in parts))) == group.responses
         assert {part.prompt for part in parts} == {group.prompt}
         longest = group.prompt + max(group.responses)
         assert max(part.tokens for part in parts) <= max(budget, longest)
         assert len(units) == (1 if compares else len(parts))
-        passes = packed(units, budget)
+        passes = PackedPass.all_of(units, budget)
         if not compares:
             assert max(each.tokens for each in passes) <= max(budget, longest)
 
 
 def test_the_same_texts_have_the_same_places() -> None:
-    decide = packed.__wrapped__
+    decide = PackedPass.all_of.__wrapped__
     assert decide(uneven(200), 3000) == decide(uneven(200), 3000)
 
 

@@ -23,7 +23,6 @@ from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
-from flexrlhf.weights.shards import parts_on
 
 ROOT = Path(__file__).parents[2]
 A100 = DeviceClass.KNOWN["A100-80G"]
@@ -272,7 +271,7 @@ def test_weights_for_a_copy_with_stages_are_those_of_its_fullest_rank() -> None:
     sync = next(each for each in plan.schedule.instructions if isinstance(each, Sync) and each.source == "critic")
     copy, shape = plan.placement[sync.destination], plan.shapes["critic"]
     assert copy.layout.pp == 2 and side_of(copy, 4).replica == 4
-    most = max(sum(part.num_elements for part in parts_on(copy, shape, rank).values()) for rank in copy.ranks)
+    most = max(sum(part.num_elements for part in shape.parts_on(copy, rank).values()) for rank in copy.ranks)
     assert synced_weights(copy, shape, plan.spec).part == 4 * most
 
 

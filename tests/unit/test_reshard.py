@@ -10,8 +10,8 @@ from small_runs import placed_model, plan_of
 from flexrlhf.placement.groups import Group
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Save, Sync
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import bucket_names, part_elements, parts_on, trained_parts
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shards import bucket_names, part_elements
 from flexrlhf.weights.sync_plan import sync_bytes
 
 SHAPE = ModelShape((("norm.weight", (5,)), ("q_proj.weight", (4, 3))))
@@ -40,13 +40,13 @@ def test_all_ranks_of_all_layouts_cut_the_same_buckets(
     """They count whole tensors, in sorted order of names."""
     model = placed_model("actor", (0, 1), **settings)
     for rank in model.ranks:
-        parts = dict(reversed(parts_on(model, SHAPE, rank).items()))
+        parts = dict(reversed(SHAPE.parts_on(model, rank).items()))
         assert bucket_names(parts, item_bytes, limit) == buckets
 
 
 def test_the_numbers_that_a_rank_holds_of_a_bucket() -> None:
     model = placed_model("actor", (0, 1), **SHARDED)
-    held = [parts_on(model, SHAPE, rank) for rank in (0, 1)]
+    held = [SHAPE.parts_on(model, rank) for rank in (0, 1)]
     assert [part_elements(parts, ["norm.weight"]) for parts in held] == [3, 2]
     assert [part_elements(parts, ["norm.weight", "q_proj.weight"]) for parts in held] == [9, 8]
 
@@ -54,8 +54,8 @@ def test_the_numbers_that_a_rank_holds_of_a_bucket() -> None:
 def test_only_what_training_changes_travels() -> None:
     adapted = ModelShape(SHAPE.parameters, adapters=frozenset({"norm.weight"}))
     model = placed_model("actor", (0, 1), **SHARDED)
-    assert list(trained_parts(model, adapted, 1)) == ["norm.weight"]
-    assert trained_parts(model, SHAPE, 1) == parts_on(model, SHAPE, 1)
+    assert list(adapted.trained_parts(model, 1)) == ["norm.weight"]
+    assert SHAPE.trained_parts(model, 1) == SHAPE.parts_on(model, 1)
 
 
 # --- bytes
@@ -237,7 +237,7 @@ def test_an_engine_cuts_embedding_and_head_along_a_padded_vocabulary() -> None:
     for words, held in ((100, [64, 36]), (32, [32, 0]), (128, [64, 64])):
         plan, _ = engine_sync(None, 2, "rollout.tp=2", f"models.actor.init.vocab_size={words}")
         engine = plan.placement["actor.rollout"]
-        parts = [parts_on(engine, plan.shapes["actor"], rank) for rank in (0, 1)]
+        parts = [plan.shapes["actor"].parts_on(engine, rank) for rank in (0, 1)]
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             assert [part[name].num_elements for part in parts] == [8 * rows for rows in held], name
 

@@ -24,7 +24,6 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.rollout_engine import with_rollout
 from flexrlhf.strategies.instructions import Eval, Move, Run, Sync
-from flexrlhf.weights.shards import parts_on
 from flexrlhf.weights.transfers import overlap
 
 VLLM = "rollout.engine=vllm"
@@ -204,7 +203,7 @@ def test_an_engine_with_latent_attention_is_planned_and_not_run() -> None:
     """Heads are split, latents and their cache are on every rank."""
     plan = plan_of(None, 4, LATENT, VLLM, "rollout.tp=4")
     engine, shape = plan.placement["actor.rollout"], plan.shapes["actor"]
-    parts, attention = parts_on(engine, shape, 1), "model.layers.1.self_attn."
+    parts, attention = shape.parts_on(engine, 1), "model.layers.1.self_attn."
     assert parts[f"{attention}kv_b_proj.weight"].box == (range(8, 16), range(4))
     assert parts[f"{attention}q_b_proj.weight"].box[0] == range(6, 12)
     assert parts[f"{attention}kv_a_proj_with_mqa.weight"].box == (range(6), range(8))
@@ -279,7 +278,7 @@ def test_stages_keep_what_their_ranks_train(trained: tuple[str, ...], rollout: s
     plan = plan_of(None, 4, *settings, f"rollout={{engine: vllm, {rollout}}}")
     actor, engine = plan.placement["actor"], plan.placement["actor.rollout"]
     for rank in range(4):
-        trains, generates = (parts_on(model, plan.shapes["actor"], rank) for model in (actor, engine))
+        trains, generates = (plan.shapes["actor"].parts_on(model, rank) for model in (actor, engine))
         assert trains.keys() <= generates.keys()
     (sync,) = (x for x in plan.schedule.instructions if isinstance(x, Sync))
     assert bool(plan.traffic.sync_bytes(sync)) == sent
@@ -699,8 +698,8 @@ def test_an_engine_in_place_keeps_what_its_ranks_train(tp: int, order: tuple[int
     split = 4 * 16 * 16 + 3 * 16 * 16
     assert received_share(actor.layout, tp) == Fraction(4 - tp, 4 * tp)
     layers = [name for name, _ in plan.shapes["actor"].parameters if "_proj" in name]
-    stored = {rank: parts_on(actor, plan.shapes["actor"], rank) for rank in actor.ranks}
-    needed = {rank: parts_on(engine, plan.shapes["actor"], rank) for rank in actor.ranks}
+    stored = {rank: plan.shapes["actor"].parts_on(actor, rank) for rank in actor.ranks}
+    needed = {rank: plan.shapes["actor"].parts_on(engine, rank) for rank in actor.ranks}
     for rank in actor.ranks:
         missing = sum(
             needed[rank][name].num_elements - overlap(stored[rank][name], needed[rank][name]) for name in layers

@@ -11,8 +11,9 @@ from small_runs import placed_model
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.memory.transfer_bytes import saved_bytes
 from flexrlhf.weights.model_files import StoredTensor
+from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.saving import saved_type
-from flexrlhf.weights.shapes import ModelShape, stored_type
+from flexrlhf.weights.shapes import stored_type
 
 
 @pytest.mark.parametrize(

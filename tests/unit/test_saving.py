@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flexrlhf.runs.model_directory import ModelFiles, TensorForm, forms_of, model_writer, save_model, share_writer
 from flexrlhf.weights.model_files import stored_tensors
-from flexrlhf.weights.saving import saved_files, split_files
+from flexrlhf.weights.saving import SavedFile, split_files
 
 CONFIG = {
     "model_type": "llama",
@@ -103,7 +103,7 @@ def test_transformers_loads_shards(tmp_path: Path, family: str) -> None:
 
 def gathered(family: str, weights: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor], range | None]]:
     """Buckets of files of 4,000 bytes: file, weights and experts of each."""
-    for file in saved_files(family, {name: tuple(each.shape) for name, each in weights.items()}, 4, 3000, 4000):
+    for file in SavedFile.all_of(family, {name: tuple(each.shape) for name, each in weights.items()}, 4, 3000, 4000):
         for bucket in file.buckets:
             rows = ... if bucket.experts is None else slice(bucket.experts.start, bucket.experts.stop)
             part = {name: weights[name][rows] for name in bucket.names}

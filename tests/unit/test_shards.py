@@ -17,8 +17,9 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.shapes import ModelShape, model_shape
-from flexrlhf.weights.shards import Part, elements_on_rank, fsdp_dim, parts_on, tensor_parallel_dim, whole
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shapes import model_shape
+from flexrlhf.weights.shards import Part, elements_on_rank, fsdp_dim, tensor_parallel_dim
 
 LAYOUTS = [
     ("torch", 0, 1),
@@ -79,7 +80,7 @@ def test_the_ranks_hold_every_number_as_often_as_the_layout_says(engine: str, ze
     draw = random.Random(0)
     for _ in range(60):
         model, shape = placed(engine, zero, tp, draw.randint(1, 6)), drawn_shape(draw, tp)
-        held = {rank: parts_on(model, shape, rank) for rank in model.ranks}
+        held = {rank: shape.parts_on(model, rank) for rank in model.ranks}
         for name, size in shape.parameters:
             assert all(list(parts) == [name for name, _ in shape.parameters] for parts in held.values())
             count = Counter(place for parts in held.values() for place in numbers(parts[name]))
@@ -93,7 +94,7 @@ def test_replicas_hold_the_same_where_nothing_is_sharded(engine: str, zero: int,
     draw = random.Random(1)
     for _ in range(20):
         model, shape = placed(engine, zero, tp, draw.randint(2, 4)), drawn_shape(draw, tp)
-        held = {rank: parts_on(model, shape, rank) for rank in model.ranks}
+        held = {rank: shape.parts_on(model, rank) for rank in model.ranks}
         for rank in model.ranks:
             others = [held[other] for other in model.layout.dp_set(rank)]
             assert all(parts == held[rank] for parts in others) == (model.split == "whole")
@@ -103,11 +104,13 @@ def test_one_rank_holds_everything() -> None:
     draw = random.Random(2)
     for engine, zero in product(("torch", "deepspeed"), (0, 3)):
         shape = drawn_shape(draw, 1)
-        assert parts_on(placed(engine, zero, 1, 1), shape, 3) == {name: whole(size) for name, size in shape.parameters}
+        assert shape.parts_on(placed(engine, zero, 1, 1), 3) == {
+            name: Part.whole(size) for name, size in shape.parameters
+        }
 
 
 def test_a_part_counts_the_elements_of_its_box_or_range() -> None:
-    assert whole((3, 2)).num_elements == 6
+    assert Part.whole((3, 2)).num_elements == 6
     assert Part((3, 2), (range(3), range(2)), range(5)).num_elements == 5
     assert Part((3, 2), (range(2), range(2))).num_elements == 4
 
@@ -120,14 +123,14 @@ def test_fsdp_cuts_rows_as_torch_chunks_them(zero: int) -> None:
     """What does not divide leaves the last ranks less, or nothing."""
     for rows, dp in product(range(1, 10), range(2, 6)):
         model, shape = placed("torch", zero, 1, dp), ModelShape((("norm.weight", (rows, 3)),))
-        sizes = [len(parts_on(model, shape, rank)["norm.weight"].box[0]) for rank in model.ranks]
+        sizes = [len(shape.parts_on(model, rank)["norm.weight"].box[0]) for rank in model.ranks]
         chunks = [len(chunk) for chunk in torch.empty(rows, 3).chunk(dp)]
         assert sizes == chunks + [0] * (dp - len(chunks))
 
 
 def test_deepspeed_cuts_the_flat_numbers_of_a_tensor() -> None:
     model, shape = placed("deepspeed", 3, 1, 4), ModelShape((("norm.weight", (3, 3)),))
-    parts = [parts_on(model, shape, rank)["norm.weight"] for rank in model.ranks]
+    parts = [shape.parts_on(model, rank)["norm.weight"] for rank in model.ranks]
     assert [part.flat for part in parts] == [range(0, 3), range(3, 6), range(6, 9), range(9, 9)]
     assert all(part.box == (range(3), range(3)) for part in parts)
 
@@ -136,7 +139,7 @@ def test_tensor_parallel_comes_before_shards() -> None:
     """Ranks 3, 5 and 7, 9 are replicas; of 8 rows each tensor-parallel rank has 4, and a shard is 2 of those."""
     model = placed("torch", 3, 2, 2)
     shape = ModelShape((("o_proj.weight", (4, 6)), ("q_proj.weight", (8, 4))))
-    parts = [parts_on(model, shape, rank) for rank in model.ranks]
+    parts = [shape.parts_on(model, rank) for rank in model.ranks]
     assert [part["q_proj.weight"].box[0] for part in parts] == [range(0, 2), range(4, 6), range(2, 4), range(6, 8)]
     assert [part["o_proj.weight"].box for part in parts] == [
         (range(0, 2), range(0, 3)),
@@ -212,9 +215,9 @@ def test_mixtral_on_more_ranks_than_experts_has_equal_parts() -> None:
 def test_a_tied_head_is_the_embedding_and_stays_whole(tied: bool) -> None:
     shape = model_shape("actor", ModelSpec(init=TINY | {"tie_word_embeddings": tied}))
     assert shape is not None
-    parts = parts_on(placed("torch", 0, 2, 1), shape, 3)
+    parts = shape.parts_on(placed("torch", 0, 2, 1), 3)
     embedding = parts["model.embed_tokens.weight"]
-    assert embedding == whole(embedding.shape)
+    assert embedding == Part.whole(embedding.shape)
     assert ("lm_head.weight" in parts) != tied
     assert tied or parts["lm_head.weight"].box == (range(16), range(8))
 
@@ -251,7 +254,7 @@ def test_a_rollout_engine_cuts_the_vocabulary_as_it_pads_it(
     parameters = {"model.embed_tokens.weight": (vocabulary, 8)} | ({} if tied else {"lm_head.weight": (vocabulary, 8)})
     shape = ModelShape(tuple(sorted(parameters.items())))
     for set_of_ranks in model.layout.tp_sets:
-        parts = [parts_on(model, shape, rank) for rank in set_of_ranks]
+        parts = [shape.parts_on(model, rank) for rank in set_of_ranks]
         for name in parameters:
             boxes = [part[name].box for part in parts]
             assert [len(box[0]) for box in boxes] == rows and all(box[1] == range(8) for box in boxes)
@@ -261,7 +264,7 @@ def test_a_rollout_engine_cuts_the_vocabulary_as_it_pads_it(
 def test_a_rollout_engine_cuts_layers_as_other_engines_do() -> None:
     shape = model_shape("actor", ModelSpec(init=QWEN2))
     assert shape is not None
-    own, others = (parts_on(model, shape, 5) for model in (rollout(2), placed("torch", 0, 2, 1)))
+    own, others = (shape.parts_on(model, 5) for model in (rollout(2), placed("torch", 0, 2, 1)))
     assert {name for name in own if own[name] != others[name]} == {"lm_head.weight", "model.embed_tokens.weight"}
     bias = "model.layers.0.self_attn.k_proj.bias"
     assert own[bias].num_elements == dict(shape.parameters)[bias][0] // 2
@@ -273,7 +276,7 @@ def test_ranks_of_a_rollout_engine_share_a_key_value_head() -> None:
     assert shape is not None
     model = rollout(4, dp=2)
     for ranks in model.layout.tp_sets:
-        parts = [parts_on(model, shape, rank) for rank in ranks]
+        parts = [shape.parts_on(model, rank) for rank in ranks]
         for name in ("k_proj.weight", "v_proj.bias"):
             full = f"model.layers.0.self_attn.{name}"
             assert [part[full].box[0] for part in parts] == [range(2), range(2), range(2, 4), range(2, 4)]
@@ -316,5 +319,5 @@ def test_the_smallest_sets_of_ranks_with_all_weights(
     assert model.gather_sets == sets
     for ranks in sets:
         for name, size in shape.parameters:
-            places = {place for rank in ranks for place in numbers(parts_on(model, shape, rank)[name])}
+            places = {place for rank in ranks for place in numbers(shape.parts_on(model, rank)[name])}
             assert len(places) == torch.Size(size).numel()

@@ -25,9 +25,10 @@ from flexrlhf.plan.memory_text import planned_memory
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.strategies.workload import works_of
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import count_elements
 from flexrlhf.weights.saving import written_names
-from flexrlhf.weights.shapes import ModelShape, count_elements, model_shape
-from flexrlhf.weights.shards import shape_on, trained_parts
+from flexrlhf.weights.shapes import model_shape
 
 LAYERS, HIDDEN, FFN, VOCABULARY = 8, 128, 384, 1024
 INIT = {
@@ -85,7 +86,7 @@ def test_all_ranks_of_a_replica_store_the_model(dp: int, tp: int, pp: int, tied:
     stored = sum(model_state(model, shape, rank).weights for rank in replica)
     norms = (2 * LAYERS + 1) * HIDDEN * (tp - 1)
     again = VOCABULARY * HIDDEN if tied and pp > 1 else 0
-    assert stored == 4 * (count_elements(shape.parameters) + norms + again)
+    assert stored == 4 * (shape.num_parameters + norms + again)
 
 
 @pytest.mark.parametrize(("dp", "tp", "pp"), LAYOUTS)
@@ -105,7 +106,7 @@ def test_the_distributed_optimizer_splits_its_state_over_replicas(dp: int) -> No
     shape, plain, split = shape_of(), placed(dp, 2, 2, dtype="bfloat16"), placed(dp, 2, 2, dtype="bfloat16", zero=1)
     for rank in split.ranks:
         whole, mine = model_state(plain, shape, rank), model_state(split, shape, rank)
-        buffer = megatron_buffer(split, shape_on(split, shape, rank).parameters, rank)
+        buffer = megatron_buffer(split, shape.on_rank(split, rank).parameters, rank)
         assert mine.optimizer == 12 * buffer // dp and mine.gradients == 4 * buffer
         # gaps are few: less than one alignment a tensor, and a multiple at the end
         gaps = len(shape.parameters) * ALIGNMENT + 128 * dp
@@ -122,12 +123,12 @@ def test_frozen_copies_store_weights_alone() -> None:
 def test_ranks_write_every_part_of_a_checkpoint_once(dp: int, tp: int, pp: int, tied: bool) -> None:
     model, shape = placed(dp, tp, pp), shape_of(tie_word_embeddings=tied)
     written = Counter(
-        (name, trained_parts(model, shape, rank)[name])
+        (name, shape.trained_parts(model, rank)[name])
         for rank in model.ranks
         for name in written_names(model, shape, rank)
     )
     assert set(written.values()) == {1}
-    stored = {item for rank in model.ranks for item in trained_parts(model, shape, rank).items()}
+    stored = {item for rank in model.ranks for item in shape.trained_parts(model, rank).items()}
     assert set(written) == stored
     assert sum(copied_bytes(model, shape, rank) for rank in model.ranks) == 12 * sum(
         part.num_elements for _, part in stored

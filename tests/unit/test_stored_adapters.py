@@ -19,8 +19,7 @@ from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.input_checks import check_architecture
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.weights.lora import with_adapters
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 STORED = LoraSpec(rank=3, alpha=5, targets=("q_proj", "up_proj"), new=False)
 
@@ -38,7 +37,7 @@ def write(directory: Path, base: Path, shape: ModelShape, lora: LoraSpec = STORE
     known = {"peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "bias": "none"}
     written = json.dumps({**known, "base_model_name_or_path": str(base), **config})
     (directory / "adapter_config.json").write_text(written)
-    adapted = with_adapters("actor", shape, lora)
+    adapted = shape.with_adapters("actor", lora)
     names = {f"base_model.model.{name.replace('.default', '')}": size for name, size in adapted.trained}
     save_file({name: torch.zeros(size) for name, size in names.items()}, directory / "adapter_model.safetensors")
     return str(directory)

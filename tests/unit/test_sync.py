@@ -25,11 +25,11 @@ from flexrlhf.comm.world import SINGLY, Waitable
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.expert_files import is_router_bias
-from flexrlhf.weights.lora import adapters_to_merge, shape_of
-from flexrlhf.weights.shapes import ModelShape, model_shape
-from flexrlhf.weights.shards import Parts, parts_on, trained_parts
-from flexrlhf.weights.sync_plan import SyncPlan, is_in_place, plan_sync, sent_dtype, sync_bytes, transfers_of
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.shapes import model_shape
+from flexrlhf.weights.shards import Parts
+from flexrlhf.weights.sync_plan import SyncPlan, sync_bytes, transfers_of
 
 TRAINED, SHADOW, LARGER = (0, 1, 2, 3), (4, 5, 6), (4, 5, 6, 7)
 LAYOUTS: list[dict[str, Any]] = [{}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
@@ -179,7 +179,7 @@ class Case:
     @property
     def sent(self) -> torch.dtype:
         """Type in which the weights are sent."""
-        return cast(torch.dtype, getattr(torch, sent_dtype(self.shadow, self.settings.dtype)))
+        return cast(torch.dtype, getattr(torch, self.shadow.sent_dtype(self.settings.dtype)))
 
     @property
     def overlaps(self) -> bool:
@@ -193,12 +193,12 @@ class Case:
             group = A_GROUP if len(plan.adapters.ranks) > 1 else None
             adapters = plan.adapters
             gather = Gathered(group, adapters.ranks, adapters.shards, wait, self.tensors, adapters.parts)
-        group = None if is_in_place(self.source, self.shadow) else A_GROUP
+        group = None if self.shadow.is_filled_in_place(self.source) else A_GROUP
         return SyncChannel(plan, self.sent, torch.device("cpu"), group, gather, self.overlaps)
 
     def plan(self, rank: int) -> SyncPlan:
         size, dtype = self.settings.bucket_bytes, self.settings.dtype
-        return plan_sync(self.source, self.shadow, self.shape, size, rank, self.node_of, dtype, self.overlaps)
+        return SyncPlan.of(self.source, self.shadow, self.shape, size, rank, self.node_of, dtype, self.overlaps)
 
     def node_of(self, rank: int) -> int:
         return rank // self.per_node
@@ -207,13 +207,13 @@ class Case:
         """What ``rank`` stores of the trained copy, as vectors."""
         if rank not in self.source.ranks:
             return None
-        return {name: cut(self.tensors[name], part) for name, part in parts_on(self.source, self.shape, rank).items()}
+        return {name: cut(self.tensors[name], part) for name, part in self.shape.parts_on(self.source, rank).items()}
 
     def empty_on(self, rank: int) -> dict[str, Tensor] | None:
         if rank not in self.shadow.ranks:
             return None
-        parts = trained_parts(self.shadow, self.shape, rank)
-        types = {name: torch.float32 if is_router_bias(name) else self.dtype for name in parts}
+        parts = self.shape.trained_parts(self.shadow, rank)
+        types = {name: torch.float32 if ParameterName(name).is_router_bias else self.dtype for name in parts}
         return {name: torch.zeros(part.num_elements, dtype=types[name]) for name, part in parts.items()}
 
     def planned_bytes(self) -> int:
@@ -257,9 +257,9 @@ def move(case: Case, wires: Wires, times: int = 1) -> Moved:
 
 def assert_arrived(case: Case, moved: Moved) -> None:
     for rank, stored in moved.stored.items():
-        for name, part in trained_parts(case.shadow, case.shape, rank).items():
+        for name, part in case.shape.trained_parts(case.shadow, rank).items():
             tensor = case.tensors[name]
-            expected = cut(tensor if is_router_bias(name) else tensor.to(case.sent).to(case.dtype), part)
+            expected = cut(tensor if ParameterName(name).is_router_bias else tensor.to(case.sent).to(case.dtype), part)
             assert torch.equal(stored[name], expected), f"{name} on rank {rank}"
 
 
@@ -325,7 +325,7 @@ def test_experts_go_from_any_split_to_any_other(source: dict[str, Any], shadow: 
     case = case_of(source, shadow, family=EXPERTS, bucket_mb=0.002)
     moved = move(case, wires)
     assert_arrived(case, moved)
-    lacked = sum(part.num_elements for rank in LARGER for part in trained_parts(case.shadow, case.shape, rank).values())
+    lacked = sum(part.num_elements for rank in LARGER for part in case.shape.trained_parts(case.shadow, rank).values())
     assert moved.num_bytes == case.planned_bytes() == 4 * lacked
 
 
@@ -391,7 +391,7 @@ def test_biases_of_routers_are_not_rounded(source: dict[str, Any], overlap: bool
         case = case_of(source, shadow, family=BIASED, dtype=settings.dtype, overlap=overlap, bucket_mb=0.002)
         moved = move(case, wires)
         assert_arrived(case, moved)
-        biases = sum(tensor.numel() for name, tensor in case.tensors.items() if is_router_bias(name))
+        biases = sum(tensor.numel() for name, tensor in case.tensors.items() if ParameterName(name).is_router_bias)
         assert biases == 8 and moved.num_bytes == case.planned_bytes() + 2 * len(case.shadow.ranks) * biases
 
 
@@ -436,7 +436,7 @@ def test_an_engine_on_the_same_ranks_gets_what_they_lack(source: str, tp: int, d
         moved = move(case, wires)
         assert_arrived(case, moved)
         assert moved.num_bytes == case.planned_bytes()
-        assert (moved.num_bytes == 0) == is_in_place(case.source, case.shadow) == (source == "{}")
+        assert (moved.num_bytes == 0) == case.shadow.is_filled_in_place(case.source) == (source == "{}")
 
 
 def test_an_engine_is_synced_again_and_again(wires: Wires) -> None:
@@ -486,8 +486,8 @@ def test_an_engine_gets_the_weights_that_peft_merges(
     expected = merged_by_peft(case.tensors, lora)
     moved = move(case, wires)
     for rank, stored in moved.stored.items():
-        parts = trained_parts(case.shadow, case.shape, rank)
-        assert set(stored) == set(parts) == shape_of(case.shadow, case.shape).adapters and len(stored) == 7
+        parts = case.shape.trained_parts(case.shadow, rank)
+        assert set(stored) == set(parts) == case.shape.of_copy(case.shadow).adapters and len(stored) == 7
         for name, part in parts.items():
             exact = cut(expected[name], part)
             assert torch.allclose(stored[name].float(), exact, rtol=1e-6 if dtype == "float32" else 2**-8, atol=1e-6)
@@ -508,9 +508,9 @@ def test_a_copy_that_has_adapters_itself_gets_them_as_they_are() -> None:
     lora = LoraSpec(rank=3)
     actor, shadow = placed_model("actor", (0,), lora=lora), placed_model("actor.shadow", (1,), lora=lora)
     engine = engine_case(True, source=ADAPTED).shadow
-    assert adapters_to_merge(actor, shadow) is None
-    assert adapters_to_merge(actor, engine) == lora
-    assert adapters_to_merge(placed_model("actor", (0,)), engine) is None
+    assert shadow.adapters_to_merge(actor) is None
+    assert engine.adapters_to_merge(actor) == lora
+    assert engine.adapters_to_merge(placed_model("actor", (0,))) is None
 
 
 # --- checksums

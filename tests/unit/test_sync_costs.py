@@ -17,7 +17,7 @@ from flexrlhf.guideline.costs.relations import relation_of
 from flexrlhf.guideline.simulation.pricing import side_of
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.weights.shapes import model_shape
-from flexrlhf.weights.shards import part_elements, trained_parts
+from flexrlhf.weights.shards import part_elements
 from flexrlhf.weights.sync_plan import sync_links
 
 COSTS = AnalyticCosts()
@@ -53,7 +53,7 @@ def test_bytes_that_cross_are_those_of_the_plan(source: dict[str, Any], receivin
                 if sender // PER_NODE != receiver // PER_NODE:
                     crossing["sent", sender // PER_NODE] += sent
                     crossing["received", receiver // PER_NODE] += sent
-            parts = [trained_parts(copy, SHAPE, rank) for rank in copied]
+            parts = [SHAPE.trained_parts(copy, rank) for rank in copied]
             part = 4 * max(part_elements(each, list(each)) for each in parts)
             weights = SyncWeights(part, 0, 1, 1, overlaps)
             sides = side_of(trained, PER_NODE), side_of(copy, PER_NODE)

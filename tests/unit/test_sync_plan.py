@@ -10,20 +10,18 @@ import pytest
 from small_runs import TINY, placed_model, plan_of
 
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
-from flexrlhf.config.spec import RolloutSpec
-from flexrlhf.weights.shapes import ModelShape, model_shape
-from flexrlhf.weights.shards import part_elements, parts_on, trained_parts
+from flexrlhf.config.spec import RolloutSpec, SyncSpec
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shapes import model_shape
+from flexrlhf.weights.shards import part_elements
 from flexrlhf.weights.sync_plan import (
     SyncPlan,
-    adapter_gathers,
-    is_in_place,
-    plan_sync,
     sync_bytes,
     sync_links,
     transfers_of,
 )
 from flexrlhf.weights.sync_volumes import volumes
-from flexrlhf.weights.transfer_plan import NUM_BUCKETS, WeightMessage, count
+from flexrlhf.weights.transfer_plan import WeightMessage, count
 from flexrlhf.weights.transfers import NodeOf
 
 RANKS, COPY = (0, 1, 2, 3), (2, 3, 4, 5)
@@ -40,7 +38,7 @@ def shape() -> ModelShape:
 def plans_of(source: dict[str, Any], copy: dict[str, Any], ranks: range = range(7)) -> dict[int, SyncPlan]:
     """The plan of each rank; two ranks store both models, and rank 6 neither."""
     trained, follower = placed_model("actor", RANKS, **source), placed_model("actor.shadow", COPY, **copy)
-    return {rank: plan_sync(trained, follower, shape(), BUCKET, rank) for rank in ranks}
+    return {rank: SyncPlan.of(trained, follower, shape(), BUCKET, rank) for rank in ranks}
 
 
 @pytest.mark.parametrize("copy", LAYOUTS, ids=str)
@@ -70,7 +68,7 @@ def test_both_ends_know_every_message(source: dict[str, Any], copy: dict[str, An
 def test_buffers_are_within_the_setting(source: dict[str, Any], copy: dict[str, Any]) -> None:
     trained, follower = placed_model("actor", RANKS, **source), placed_model("actor.shadow", COPY, **copy)
     plan = transfers_of(trained, follower, shape(), BUCKET)
-    assert len(plan.buckets) > 1 and 4 * NUM_BUCKETS * plan.largest_buffers <= BUCKET
+    assert len(plan.buckets) > 1 and 4 * SyncSpec.NUM_BUCKETS * plan.largest_buffers <= BUCKET
     # and in one bucket within what the memory plan counts
     for per_node in (8, 3, 2, 1):
         node_of: NodeOf = lambda rank, size=per_node: rank // size  # type: ignore[misc]  # noqa: E731
@@ -142,7 +140,7 @@ def test_nothing_crosses_where_each_rank_has_whole_tensors(
     source: dict[str, Any], ranks: tuple[int, ...], expected: bool
 ) -> None:
     trained, follower = placed_model("actor", (0, 1), **source), placed_model("actor.shadow", ranks)
-    assert is_in_place(trained, follower) == expected == (sync_bytes(trained, follower, shape()) == 0)
+    assert follower.is_filled_in_place(trained) == expected == (sync_bytes(trained, follower, shape()) == 0)
 
 
 def test_adapters_are_sent_alone_where_the_copy_has_them_too() -> None:
@@ -150,9 +148,9 @@ def test_adapters_are_sent_alone_where_the_copy_has_them_too() -> None:
     trained = placed_model("actor", (0,), lora=lora)
     follower = placed_model("actor.shadow", (1,), lora=lora, dtype="bfloat16")
     adapted = plan_of([0.5] * 6, 2, "models.actor.lora={rank: 2}").shapes["actor"]
-    plan = plan_sync(trained, follower, adapted, BUCKET, 1)
+    plan = SyncPlan.of(trained, follower, adapted, BUCKET, 1)
     assert plan.dtype == "bfloat16" and plan.adapters is None
-    assert set(plan.parts) == set(trained_parts(follower, adapted, 1)) == adapted.adapters
+    assert set(plan.parts) == set(adapted.trained_parts(follower, 1)) == adapted.adapters
 
 
 @pytest.mark.parametrize(
@@ -167,13 +165,13 @@ def test_shards_of_adapters_are_gathered_where_they_are_merged(
     adapted = plan_of(None, 2, "rollout.engine=vllm", "models.actor.lora={rank: 4}").shapes["actor"]
     actor = placed_model("actor", (0, 1, 2, 3), lora=LoraSpec(rank=4), **settings)
     engine = replace(placed_model("actor.rollout", (4, 5), dtype="bfloat16"), rollout=RolloutSpec(engine="vllm"))
-    assert adapter_gathers(actor, engine, adapted) == gathers
+    assert (engine.adapter_gathers(actor) if adapted.is_merged_in(engine) else ()) == gathers
     received = 0
     for rank in actor.ranks:
-        plan = plan_sync(actor, engine, adapted, BUCKET, rank)
+        plan = SyncPlan.of(actor, engine, adapted, BUCKET, rank)
         assert plan.adapters is not None and plan.adapters.ranks == next((s for s in gathers if rank in s), (rank,))
-        stored = parts_on(actor, adapted, rank)
+        stored = adapted.parts_on(actor, rank)
         assert set(plan.adapters.parts) == {name for name, _ in adapted.trained}
         received += (len(plan.adapters.ranks) - 1) * part_elements(stored, list(plan.adapters.parts))
-    sent = 2 * 2 * part_elements(parts := trained_parts(engine, adapted, 4), list(parts))
+    sent = 2 * 2 * part_elements(parts := adapted.trained_parts(engine, 4), list(parts))
     assert sync_bytes(actor, engine, adapted) == sent + 4 * received

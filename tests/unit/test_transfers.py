@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import RolloutSpec
+from flexrlhf.config.spec import RolloutSpec, SyncSpec
 from flexrlhf.placement.layout import Layout, generation_layout, received_share
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection, slabs
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.shapes import ModelShape
-from flexrlhf.weights.shards import Part, parts_on
-from flexrlhf.weights.transfer_plan import NUM_BUCKETS, Regions, TransferPlan, Way, chains_to
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shards import Part
+from flexrlhf.weights.transfer_plan import Regions, TransferPlan, Way, chains_to
 from flexrlhf.weights.transfers import Holdings, NodeOf, plan_transfers
 
 PAIRS = 5000
@@ -32,7 +32,7 @@ def holdings(
 ) -> Holdings:
     settings, engine_of_rollout = ModelSpec(engine=engine, zero=zero), RolloutSpec(engine="vllm") if rollout else None
     model = PlacedModel(ModelName("actor"), layout, True, settings, engine_of_rollout, sharded_over=over)
-    return {rank: parts_on(model, shape, rank) for rank in layout.ranks}
+    return {rank: shape.parts_on(model, rank) for rank in layout.ranks}
 
 
 def drawn_shape(draw: random.Random) -> ModelShape:
@@ -111,7 +111,7 @@ def check(plan: TransferPlan, shape: ModelShape, source: Holdings, destination: 
     # what has been stored of earlier buckets when one is packed
     stored, arriving = {rank: Counts(shape) for rank in destination}, deque[list[tuple[int, Regions]]]()
     for bucket in plan.buckets:
-        if len(arriving) == NUM_BUCKETS - 1:
+        if len(arriving) == SyncSpec.NUM_BUCKETS - 1:
             for rank, regions in arriving.popleft():
                 stored[rank].add_all(regions)
         arriving.append([])

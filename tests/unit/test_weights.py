@@ -16,8 +16,9 @@ from torch.nn.functional import pad
 from flexrlhf.comm.weights import WeightGather, cut, fill, flat
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.shapes import ModelShape, model_shape
-from flexrlhf.weights.shards import Part, parts_on, trained_parts, whole
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.shapes import model_shape
+from flexrlhf.weights.shards import Part
 
 SETTINGS = [
     {},
@@ -41,7 +42,7 @@ def tensors_of(shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
 
 
 def gather_of(model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...]) -> WeightGather:
-    parts = tuple(trained_parts(model, shape, rank) for rank in ranks)
+    parts = tuple(shape.trained_parts(model, rank) for rank in ranks)
     return WeightGather(None, ranks, parts, lambda work, ranks: pytest.fail("a rank by itself waits for nobody"))
 
 
@@ -50,7 +51,7 @@ def gather_of(model: PlacedModel, shape: ModelShape, ranks: tuple[int, ...]) -> 
 
 def test_a_part_is_cut_as_a_vector() -> None:
     tensor = torch.arange(12).view(3, 4)
-    assert cut(tensor, whole((3, 4))).tolist() == list(range(12))
+    assert cut(tensor, Part.whole((3, 4))).tolist() == list(range(12))
     assert cut(tensor, Part((3, 4), (range(1, 3), range(2)))).tolist() == [4, 5, 8, 9]
     assert cut(tensor, Part((3, 4), (range(3), range(4)), range(5, 8))).tolist() == [5, 6, 7]
     assert cut(tensor, Part((3, 4), (range(1, 3), range(2)), range(1, 3))).tolist() == [5, 8]
@@ -73,7 +74,7 @@ def test_the_parts_of_all_ranks_give_the_tensors_back(settings: dict[str, object
     for ranks in model.gather_sets:
         back = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
         for rank in ranks:
-            for name, part in parts_on(model, shape, rank).items():
+            for name, part in shape.parts_on(model, rank).items():
                 fill(back[name], part, cut(tensors[name], part))
         assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
 
@@ -88,7 +89,7 @@ def test_tensors_of_any_size_are_given_back() -> None:
         model = placed_model("actor", tuple(range(tp * dp)), **settings)
         tensor, back = tensors_of(shape)["q_proj.weight"], torch.full(size, torch.nan)
         for rank in model.gather_sets[0]:
-            part = parts_on(model, shape, rank)["q_proj.weight"]
+            part = shape.parts_on(model, rank)["q_proj.weight"]
             fill(back, part, cut(tensor, part))
         assert torch.equal(back, tensor), f"{settings}, dp {dp}, {size}"
 
@@ -144,7 +145,7 @@ def test_shards_become_whole_tensors(settings: dict[str, object], monkeypatch: p
     model, shape = placed_model("actor", (0, 1, 2, 3), **settings), shape_of()
     names, tensors = [name for name, _ in shape.parameters][2:7], tensors_of(shape)
     ranks = model.gather_sets[0]
-    held = {rank: parts_on(model, shape, rank) for rank in ranks}
+    held = {rank: shape.parts_on(model, rank) for rank in ranks}
     local = {rank: {name: cut(tensors[name], held[rank][name]) for name in names} for rank in ranks}
     vectors = [flat(local[rank], names, torch.float32) for rank in ranks]
 

@@ -13,9 +13,10 @@ from dataclasses import replace
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.deepspeed.config import ELEMENTS
 from flexrlhf.memory.engine_bytes import EngineBytes, cast_bytes, tiled_gradients
-from flexrlhf.memory.states import PerParameter, State, Units, item_bytes, num_moments, zero_split
+from flexrlhf.memory.states import PerParameter, State, Units, zero_split
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.shapes import HashedParameters, ModelShape, Parameters, count_elements
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import HashedParameters, Parameters, count_elements
 from flexrlhf.weights.shards import parts_of
 
 
@@ -23,12 +24,12 @@ class DeepSpeedBytes(EngineBytes):
     """Bytes of a placed model on DeepSpeed, by ZeRO stage."""
 
     def per_parameter(self, model: PlacedModel) -> PerParameter:
-        item, moments = item_bytes(model), 4 * num_moments(model.settings.optimizer)
+        item, moments = model.item_bytes, 4 * model.settings.optimizer.num_moments
         return PerParameter(item, 4, moments + 4 * (item < 4 or model.settings.zero >= 1))
 
     def frozen_weights(self, model: PlacedModel, shape: ModelShape, rank: int) -> int:
         if model.settings.zero == 3:
-            return item_bytes(model) * _zero3_elements(
+            return model.item_bytes * _zero3_elements(
                 _slices(model, shape, rank).parameters, model.layout.of_weights.dp
             )
         return super().frozen_weights(model, shape, rank)
@@ -57,7 +58,7 @@ class DeepSpeedBytes(EngineBytes):
 
         Stage 1 keeps whole gradients on the device; stage 2 in 16 bits keeps its partition there.
         """
-        stage, item = model.settings.zero, item_bytes(model)
+        stage, item = model.settings.zero, model.item_bytes
         partition = _elements(shape.with_gradients, stage, model.layout.of_weights.dp)
         if stage == 3:
             return replace(state, gradients=0, optimizer=0, host=state.optimizer + 2 * 4 * partition)
@@ -76,10 +77,10 @@ class DeepSpeedBytes(EngineBytes):
         # an MLP in tiles is gathered whole
         largest = max(units.largest, units.mlp) if model.settings.tiled_mlp else units.largest
         # prefetched tensors arrive in one buffer and are copied from there
-        return item_bytes(model) * (min(units.total, reused + ahead + 2 * largest) + ahead)
+        return model.item_bytes * (min(units.total, reused + ahead + 2 * largest) + ahead)
 
     def new_gradients(self, model: PlacedModel, trained: Units) -> int:
-        settings, item = model.settings, item_bytes(model)
+        settings, item = model.settings, model.item_bytes
         bucket = _setting(settings, "reduce_bucket_size")
         # a tensor larger than the bucket goes by itself
         filled = min(trained.total, max(bucket, trained.largest))

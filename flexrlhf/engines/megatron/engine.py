@@ -30,7 +30,7 @@ from flexrlhf.engines.readout import Readout
 from flexrlhf.engines.skeletons import Skeleton
 from flexrlhf.operators.columns import Column
 from flexrlhf.weights.families import model_sizes
-from flexrlhf.weights.shards import whole
+from flexrlhf.weights.shards import Part
 
 
 class MegatronEngine(Lender):
@@ -207,7 +207,7 @@ def _read(source: _Source, named: Named) -> None:
     assert source.parts.keys() == named.keys(), f"{sorted(source.parts.keys() ^ named.keys())} are not mapped"
     for name, rows in named.items():
         rows.live.copy_(source.values(name).view(rows.live.shape))
-        if source.parts[name] != whole(source.parts[name].shape):
+        if source.parts[name] != Part.whole(source.parts[name].shape):
             # the norm of all gradients counts each part; Megatron says so where it initialises weights
             parameter: Any = rows.parameter
             parameter.tensor_model_parallel = True

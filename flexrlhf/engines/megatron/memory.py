@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from flexrlhf.memory.engine_bytes import EngineBytes
-from flexrlhf.memory.states import State, Units, count_kinds, item_bytes, num_moments, with_fused_layers
+from flexrlhf.memory.states import State, Units, count_kinds, with_fused_layers
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.shapes import ModelShape, Parameters
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import Parameters
 from flexrlhf.weights.shards import elements_on_rank
 
 ALIGNMENT, BUFFER_MULTIPLE = 64, 128
@@ -29,10 +30,10 @@ class MegatronBytes(EngineBytes):
         buffer = megatron_buffer(model, shape.trained, rank) if is_split else elements
         updated = buffer // model.layout.of_weights.dp if is_split else elements
         return State(
-            weights=per.weights * buffer + item_bytes(model) * frozen,
+            weights=per.weights * buffer + model.item_bytes * frozen,
             gradients=per.gradients * buffer,
             optimizer=per.optimizer * updated,
-            moments=4 * num_moments(model.settings.optimizer) * updated,
+            moments=4 * model.settings.optimizer.num_moments * updated,
             at_load=per.gradients * buffer,
         )
 

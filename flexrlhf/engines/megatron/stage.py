@@ -33,11 +33,8 @@ from flexrlhf.engines.attention import SharedAttention
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.megatron.adapters import Adapter
 from flexrlhf.engines.megatron.experts import RoutedExperts
-from flexrlhf.weights.adapter_files import ADAPTER
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.lora import BASE, START
-from flexrlhf.weights.model_files import LANGUAGE_HEAD
-from flexrlhf.weights.shards import EMBEDDING
+from flexrlhf.weights.parameters import ParameterName
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,7 @@ def rows_by_name(stage: Stage) -> Named:
     """Return the parameters of ``stage`` by their Hugging Face names."""
     named: Named = {}
     if stage.pre_process:
-        named[f"{PREFIX}{EMBEDDING}"] = _all(stage.embedding.word_embeddings.weight)
+        named[f"{PREFIX}{ParameterName.EMBEDDING}"] = _all(stage.embedding.word_embeddings.weight)
     for layer in stage.decoder.layers:
         prefix = f"{PREFIX}.layers.{layer.layer_number - 1}"
         named |= {f"{prefix}.{name}": rows for name, rows in _of_layer(layer)}
@@ -264,8 +261,8 @@ def _of_head(stage: Stage) -> Named:
     if stage.head is None:
         return {SCORE: _all(weight)}
     if stage.share_embeddings_and_output_weights:
-        return {} if stage.pre_process else {f"{PREFIX}{EMBEDDING}": _all(weight)}
-    return {LANGUAGE_HEAD: _all(weight)}
+        return {} if stage.pre_process else {f"{PREFIX}{ParameterName.EMBEDDING}": _all(weight)}
+    return {ParameterName.LANGUAGE_HEAD: _all(weight)}
 
 
 def _of_layer(layer: TransformerLayer) -> Iterator[tuple[str, Rows]]:
@@ -315,10 +312,12 @@ def _split(prefix: str, linear: nn.Module, outputs: dict[str, int]) -> Iterator[
     targets = () if adapter is None else adapter.targets
     for kind in ("weight", "bias"):
         for name, rows in _ranges(outputs) if (parameter := getattr(linear, kind)) is not None else ():
-            yield f"{prefix}.{name}{BASE if name in targets else '.'}{kind}", Rows(parameter, rows)
+            yield f"{prefix}.{name}{ParameterName.BASE if name in targets else '.'}{kind}", Rows(parameter, rows)
     if adapter is not None:
         rows_of_a, rows_of_b = dict.fromkeys(targets, adapter.rank), {name: outputs[name] for name in targets}
-        pairs = {ADAPTER: (adapter.a, adapter.b), **({START: tuple(adapter.start)} if len(adapter.start) else {})}
+        pairs = {ParameterName.ADAPTER: (adapter.a, adapter.b)}
+        if len(adapter.start):
+            pairs[ParameterName.START] = tuple(adapter.start)
         for which, (a, b) in pairs.items():
             for name, rows in _ranges(rows_of_a):
                 yield f"{prefix}.{name}.lora_A.{which}.weight", Rows(a, rows)

@@ -35,7 +35,7 @@ from flexrlhf.engines.tensor_parallel import TensorParallelNames
 from flexrlhf.engines.torch.fsdp import apply_fsdp, expert_mesh, free_gathered, read_shards, shard_mesh
 from flexrlhf.engines.torch.update import Gradients, TrainedParameter, Update
 from flexrlhf.operators.columns import Column
-from flexrlhf.weights.shards import is_of_experts
+from flexrlhf.weights.parameters import ParameterName
 
 
 class TorchEngine(Lender):
@@ -74,7 +74,7 @@ class TorchEngine(Lender):
                 self._masters.get(name, live[name]),
                 is_tp_shard=name in names.split,
                 is_partial=name in names.partial,
-                has_experts=context.experts is not None and is_of_experts(name),
+                has_experts=context.experts is not None and ParameterName(name).is_of_experts,
             )
             for name in sorted(live)
         ]

@@ -12,8 +12,7 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import (
     PagedCache,
 )
-from flexrlhf.weights.lora import rank_in_vllm
-from flexrlhf.weights.shards import COLUMNWISE, ROWWISE
+from flexrlhf.weights.parameters import ParameterName
 
 _ARGUMENTS = """
 additional_config async_scheduling block_size data_parallel_size decode_context_parallel_size
@@ -78,10 +77,10 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
 
 def _adapter_arguments(role: str, lora: LoraSpec) -> dict[str, Any]:
     """Return arguments for room of the adapters of ``lora``, next to the layers that they change."""
-    targets = lora.targets or (*COLUMNWISE, *ROWWISE)
+    targets = lora.targets or (*ParameterName.COLUMNWISE, *ParameterName.ROWWISE)
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": rank_in_vllm(role, lora),
+        "max_lora_rank": lora.rank_in_vllm(role),
         "lora_target_modules": list(targets),
     }

@@ -35,11 +35,10 @@ from vllm.v1.sample.sampler import Sampler
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.engines.vllm.child import PARENT, SharedViews, StartErrors, describe, move_to_shared
-from flexrlhf.weights.expert_files import MIXTRAL_BLOCK, OF_EXPERTS
-from flexrlhf.weights.lora import BASE, merged_from, without_adapter
+from flexrlhf.weights.parameters import ParameterName
 
 _PR_SET_PDEATHSIG = 1
-_EXPERTS = dict(zip(("w13_weight", "w2_weight", "w13_bias", "w2_bias"), OF_EXPERTS, strict=True))
+_EXPERTS = dict(zip(("w13_weight", "w2_weight", "w13_bias", "w2_bias"), ParameterName.OF_EXPERTS, strict=True))
 """Ends of names of the experts of a layer, by vLLM's: gate and up together, and down."""
 _OF_SINKS = ((".attn.", ".self_attn."), (".embedding.", ".embed_tokens."))
 """Parts of names that vLLM has for gpt-oss, and transformers'."""
@@ -178,7 +177,7 @@ class WorkerExtension:
 
     def padding_bytes(self) -> int:
         """Return the bytes of adapters that no name has: of padded ranks, and of layers next to adapted ones."""
-        named = (view.nbytes for name, view in self.weight_views().items() if without_adapter(name)[1])
+        named = (view.nbytes for name, view in self.weight_views().items() if ParameterName(name).without_adapter[1])
         return sum(each.nbytes for each in stored_adapters(self.model_runner.model)) - sum(named)
 
     def caches(self) -> list[Tensor]:
@@ -279,15 +278,15 @@ def named_views(model: torch.nn.Module, lora: LoraSpec | None = None) -> dict[st
                 of_experts = of_experts.transpose(1, 2)
             views[f"{owner.partition('.experts')[0]}{_EXPERTS[kind]}"] = of_experts
             continue
-        path, is_wrapped = owner.removesuffix(BASE[:-1]), owner.endswith(BASE[:-1])
+        path, is_wrapped = owner.removesuffix(ParameterName.BASE[:-1]), owner.endswith(ParameterName.BASE[:-1])
         for own, part in _parts(model, modules[owner], path, parameter.detach()):
-            views[f"{own}{BASE if is_wrapped and _has_adapter(own, lora) else '.'}{kind}"] = part
+            views[f"{own}{ParameterName.BASE if is_wrapped and _has_adapter(own, lora) else '.'}{kind}"] = part
     for path, layer in adapted_layers(model):
         for own, a, b in zip(_fused(model, path), layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
             if lora is not None and _has_adapter(own, lora):
-                _, name_a, name_b = merged_from(f"{own}.weight")
+                _, name_a, name_b = ParameterName(f"{own}.weight").merged_from
                 views |= {name_a: a[0, 0, : lora.rank], name_b: b[0, 0, :, : lora.rank]}
-    renamed = _OF_SINKS if has_sinks else (MIXTRAL_BLOCK[::-1],)
+    renamed = _OF_SINKS if has_sinks else (ParameterName.MIXTRAL_BLOCK[::-1],)
     for theirs, own in renamed:
         views = {name.replace(theirs, own): view for name, view in views.items()}
     return views

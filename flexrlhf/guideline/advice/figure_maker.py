@@ -22,14 +22,13 @@ from flexrlhf.guideline.simulation.model_free_costs import model_free_cost
 from flexrlhf.guideline.simulation.pricing import is_ring, side_of
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
 from flexrlhf.memory.states import State
-from flexrlhf.memory.transfer_bytes import UNDER_WAY, saved_model, saving_parts, sync_parts
 from flexrlhf.operators.graph import OperatorKind
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.plan import own_texts
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -162,18 +161,15 @@ class FigureMaker:
         """Return the bytes of a model's syncs and saves, of the stage that needs most."""
         most, under_way = [0], [0]
         if placed.trained:
-            buckets, files = self.spec.sync.bucket_bytes, self.spec.save.shard_bytes
-            saved = saved_model(placed, self.shapes[placed.role], buckets, files)
-            most += [size or 0 for size in saving_parts(saved, len(placed.gather_sets[0])).values()]
+            most.append(self._sizing.saving_bytes(placed, len(placed.gather_sets[0])))
         for rank in placed.layout.pp_set(0):
             travelling = 0
             for sync in model.syncs:
                 ends = (placed, self._partner(sync.partner, placed))
                 source, copy = ends if placed.trained else reversed(ends)
-                settings, shape = self.spec.sync, self.shapes[placed.role]
-                parts = dict(sync_parts(source, copy, shape, settings, rank, sync.overlaps))
-                travelling += parts.pop(UNDER_WAY, 0) or 0
-                most.append(sum(size or 0 for size in parts.values()))
+                size, under = self._sizing.syncing_bytes(source, copy, rank, sync.overlaps)
+                travelling += under
+                most.append(size)
             under_way.append(travelling)
         return TransferBytes(max(under_way), max(most))
 
@@ -213,7 +209,7 @@ class FigureMaker:
         """Bytes of any model of the spec, wherever it is."""
         lengths, own, nothing = self._lengths, self._own_lengths, Placement((), 0)
         on_gpus = self._cluster.has_known_classes
-        return Sizing(nothing, self.shapes, lengths, self.spec.sync, own, on_gpus=on_gpus)
+        return Sizing(nothing, self.shapes, lengths, self.spec.sync, own, on_gpus=on_gpus, save=self.spec.save)
 
     @cached_property
     def _cluster(self) -> Cluster:

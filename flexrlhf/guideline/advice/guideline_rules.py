@@ -21,7 +21,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.strategies.strategy import Strategy
 from flexrlhf.text import bytes_text, counted
-from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
+from flexrlhf.weights.model_shape import ModelShape
 
 FEW_NODES = 2
 LEAST_SHADOW, MOST_SHADOW = Fraction(3, 10), Fraction(1, 2)
@@ -162,9 +162,9 @@ def memory_sizes(
     for role, shape in shapes.items():
         settings = spec.models.of(role)
         assert settings is not None, f"{role} is resolved"
-        weights[role] = float(DTYPE_BYTES[settings.dtype] * shape.num_parameters)
+        weights[role] = float(settings.item_bytes * shape.num_parameters)
         # float32 gradients, master weights and two moments (HybridFlow, section 8.1)
-        states += weights[role] + 16.0 * count_elements(shape.trained) * (role in trained)
+        states += weights[role] + 16.0 * shape.num_trained * (role in trained)
     return MemorySizes(smallest, weights, states / (smallest * len(cluster.devices)))
 
 

@@ -20,10 +20,10 @@ from flexrlhf.guideline.advice.uniform_mesh import UniformMesh, changed, layout_
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.calls import CallMaker
-from flexrlhf.memory.packed_rows import decodes_in_slots
+from flexrlhf.memory.packed_rows import TextPacking
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 STEP = 1.25
 """Factor from one number of rows to the next, where sizes between those that are tried are looked at."""
@@ -259,7 +259,7 @@ class OptionEnumerator:
             yield from (changed(settings, change) for settings in passes for change in changes)
             return
         shape, data = self.shapes[model.role], self.spec.data
-        in_slots = decodes_in_slots(sharded.placed.settings, shape, data.max_prompt_tokens + data.max_response_tokens)
+        in_slots = TextPacking.of(sharded.placed, shape, data.max_prompt_tokens + data.max_response_tokens).in_slots
         calls = [*self._figure_maker.calls(model, mesh, sharded)]
         decoding, others = (
             [call for call in calls if call.kind in kinds] for kinds in (("generate",), ("forward", "train"))

@@ -26,7 +26,7 @@ from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.router_replay import run_lengths
 from flexrlhf.strategies.instructions import Run, Sync
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 FORBIDDEN = 1e9
 """Seconds of a forbidden transfer; with a lag they may be spread over some steps."""

@@ -14,7 +14,7 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.ratios import Roles
 from flexrlhf.plan.engine_checks import check_engine, check_settings
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 
 def with_types_of_stages(written: Spec, spec: Spec, cluster: Cluster) -> Spec:

@@ -8,7 +8,7 @@ from itertools import product
 from math import inf
 
 from flexrlhf.config.engines import EngineFacts, facts_of
-from flexrlhf.config.model_settings import ModelSpec, ShadowSpec, Shard
+from flexrlhf.config.model_settings import DTYPE_BYTES, ModelSpec, ShadowSpec, Shard
 from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.guideline.advice.sketch import SearchModel
@@ -18,7 +18,7 @@ from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import rollout_settings
 from flexrlhf.plan.changes import LONG_ROW
-from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 WHOLE_NODES = (16, 32, 64)
@@ -236,7 +236,7 @@ class TriedSettings:
         if model is None or sizes is None or not facts_of(model.engine).transformers_modules:
             return False
         row = self.spec.data.max_prompt_tokens + self.spec.data.max_response_tokens
-        return row * sizes.layers * sizes.hidden * DTYPE_BYTES[model.dtype] >= LEAST_FREED * memory
+        return row * sizes.layers * sizes.hidden * model.item_bytes >= LEAST_FREED * memory
 
     def decodes(self, model: SearchModel, placed: PlacedModel) -> list[dict[str, object]]:
         """Settings of decoding: tokens of the rows decoded together."""

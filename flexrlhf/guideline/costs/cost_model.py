@@ -13,8 +13,8 @@ from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.transfer import Primitive
 from flexrlhf.weights.decoder_sizes import DecoderSizes
-from flexrlhf.weights.model_files import LANGUAGE_HEAD
-from flexrlhf.weights.shapes import ModelShape, count_elements
+from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.weights.parameters import ParameterName
 
 PORT_GB_S = 12.5
 """Least speed of a port of a node with several: 100 Gb/s. A slower network is one port."""
@@ -109,9 +109,9 @@ def transformer_of(shape: ModelShape, head: Head, is_adapted: bool) -> Transform
     assert shape.sizes is not None, "shapes without sizes are refused"
     return Transformer(
         **shape.sizes.by_name,
-        tied=head != "scalar" and LANGUAGE_HEAD not in shape.names,
+        tied=head != "scalar" and ParameterName.LANGUAGE_HEAD not in shape.names,
         head="scalar" if head == "scalar" else "causal",
-        adapters=count_elements(shape.trained) if is_adapted and shape.adapters else 0,
+        adapters=shape.num_trained if is_adapted and shape.adapters else 0,
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, lcm
 
 from flexrlhf.config.engines import facts_of
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
@@ -26,7 +26,6 @@ from flexrlhf.guideline.costs.links import (
     travel_seconds,
 )
 from flexrlhf.guideline.costs.profiles import EngineProfile
-from flexrlhf.memory.attention_bytes import repeated_heads
 from flexrlhf.placement.devices import DeviceClass
 
 # FlashAttention 2, section 3.1: five products of the square backward, two forward.
@@ -268,7 +267,7 @@ def parts_traffic(call: Call, mesh: Mesh, tokens: float, backward: bool) -> tupl
             moved = (4 * item + 8) * (queries + 2 * keys)
         moved *= 2 * mesh.cp + 1
     else:
-        repeated = repeated_heads(max(1, model.kv_heads // mesh.tp), mesh.cp) * model.head_dim
+        repeated = lcm(max(1, model.kv_heads // mesh.tp), mesh.cp) * model.head_dim
         each, messages = others / mesh.cp * 2 * (queries + repeated) * item, 2
         moved = 4 * (queries + repeated) * item
     size, within = int(tokens * each), mesh.cp * mesh.tp <= mesh.per_node

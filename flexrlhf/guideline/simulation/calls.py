@@ -16,21 +16,15 @@ from flexrlhf.memory.budget import SequenceLengths
 from flexrlhf.memory.packed_rows import (
     PackedPass,
     TextGroup,
+    TextPacking,
     Unit,
-    packed,
-    packs_texts,
-    reads_masks,
-    shares_prompts,
-    units_of,
 )
-from flexrlhf.memory.states import item_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import CallKind, Operator
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import PagedCache
-from flexrlhf.weights.lora import num_adapters_in_vllm
-from flexrlhf.weights.shapes import ModelShape
+from flexrlhf.weights.model_shape import ModelShape
 
 MOST_TEXTS = 256
 """Texts that are laid out for a price; of more, passes are in proportion."""
@@ -59,11 +53,11 @@ class TextLayout:
 
     def units(self, group: TextGroup) -> tuple[Unit, ...]:
         """Return the texts of a prompt in units, each of which is in one pass."""
-        return units_of(group, self.budget, self.packs and self.shares, self.compares, self.masks)
+        return group.units(self.budget, self.packs and self.shares, self.compares, self.masks)
 
     def passes_of(self, units: Sequence[Unit]) -> tuple[PackedPass, ...]:
         """Return the passes over ``units``."""
-        return packed(tuple(units), self.budget, self.packs, self.masks)
+        return PackedPass.all_of(tuple(units), self.budget, self.packs, self.masks)
 
     def reach(self, passes: Sequence[PackedPass], units: Sequence[Unit]) -> float:
         """Return the width of rows of one causal text each with as many pairs a token as ``passes`` compute.
@@ -220,8 +214,8 @@ class CallMaker:
             width=self.lengths.width,
             updates=epochs * len(rows[0]),
             decode_rows=max(1, at_once),
-            item=item_bytes(model),
-            cache_item=item_bytes(model),
+            item=model.item_bytes,
+            cache_item=model.item_bytes,
             recompute="full" if trains and settings.activation_checkpointing else "none",
             tiled_mlp=settings.tiled_mlp,
             counts_experts=trains and settings.router_aux_loss_coef > 0,
@@ -231,7 +225,7 @@ class CallMaker:
             passes=None
             if kind == "generate"
             else self._passes(model, shape, fullest, epochs * texts, compares).of_part(cp),
-            adapters_apart=num_adapters_in_vllm(model.role, shape, settings.lora) if model.rollout else 0,
+            adapters_apart=shape.num_adapters_in_vllm(model.role, settings.lora) if model.rollout else 0,
             prompt_samples=self.batch.samples_per_prompt if kind == "generate" and reads_prompts_once(model) else 1,
             pages=pages,
         )
@@ -242,8 +236,10 @@ class CallMaker:
         """Return the passes of a replica with ``rows`` of each mini-batch, ``times`` over."""
         settings, samples = model.settings, self.batch.samples_per_prompt
         longest = self.longest.of_role(model.role).total
-        packs, masks = packs_texts(settings, shape, longest), reads_masks(model, shape, longest)
-        layout = TextLayout(settings.micro_batch_tokens, packs, shares_prompts(settings), compares, masks)
+        packing = TextPacking.of(model, shape, longest)
+        layout = TextLayout(
+            settings.micro_batch_tokens, packing.packs, settings.shares_in_passes, compares, packing.masks
+        )
         most = self.batch.block_rows // samples
         prompts, responses = self.lengths.all_prompts, self.lengths.responses
         return _passes_of(prompts, responses, tuple(rows), most, samples, times, layout)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec import Spec, SyncSpec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
@@ -20,7 +20,6 @@ from flexrlhf.guideline.simulation.calls import CallMaker, replica_rows, texts_p
 from flexrlhf.guideline.simulation.episode_prices import EpisodePrices, crowding
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost, source_section
-from flexrlhf.memory.transfer_bytes import copied_bytes, saved_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.devices import DeviceClass
@@ -39,11 +38,7 @@ from flexrlhf.strategies.instructions import (
     Save,
     Sync,
 )
-from flexrlhf.weights.lora import is_merged, shape_of
-from flexrlhf.weights.shapes import DTYPE_BYTES, ModelShape, count_elements
-from flexrlhf.weights.shards import elements_on_rank, shape_on
-from flexrlhf.weights.sync_plan import sent_dtype
-from flexrlhf.weights.transfer_plan import NUM_BUCKETS
+from flexrlhf.weights.model_shape import ModelShape
 
 UNKNOWN = DeviceClass("any", tflops=0.1, memory_gb=16, memory_gb_s=20, link_gb_s=1, host_gb_s=10, node_gb_s=1)
 """About a CPU: stands for a class without figures, where the cost model was measured on the device itself."""
@@ -74,7 +69,7 @@ class Pricer:
                 return Cost()
             case Save():
                 model = self.plan.placement[instruction.model]
-                return self.costs.save(saved_bytes(model, self.shape(model)))
+                return self.costs.save(self.plan.sizing.saved_bytes(model))
             case Checkpoint():
                 return self._copy(instruction)
             case Eval():
@@ -247,7 +242,7 @@ class Pricer:
         firsts = {rank for each in models for rank in each.layout.pp_set(each.ranks[0])}
         for model in models:
             for rank in firsts & set(model.ranks):
-                sizes[rank] += copied_bytes(model, self.shape(model), rank)
+                sizes[rank] += self.plan.sizing.copied_bytes(model, rank)
         slowest = min((self.device(rank) for rank in instruction.ranks), key=lambda device: device.host_gb_s)
         return self.costs.switch(max(sizes.values()), slowest)
 
@@ -293,11 +288,10 @@ def rows_bytes(batch: BatchShape, lengths: Lengths, writer: Run, reader: Run) ->
 def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec, overlaps: bool = False) -> SyncWeights:
     """Return the weights that a Sync sends to ``destination``; adapters that are merged there are gathered in
     float32."""
-    sent = shape_of(destination, shape).trained
+    sent = shape.of_copy(destination).trained
     # where shards are uneven the first rank of a stage has most
     firsts = destination.layout.pp_set(destination.ranks[0])
-    stages = ((rank, shape_on(destination, shape, rank).trained) for rank in firsts)
-    item = DTYPE_BYTES[sent_dtype(destination, spec.sync.dtype)]
-    part = item * max(elements_on_rank(destination, stage, rank, shape.sizes) for rank, stage in stages)
-    adapters = 4 * count_elements(shape.trained) if is_merged(destination, shape) else 0
-    return SyncWeights(part, adapters, -(-NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent), overlaps)
+    item = destination.sent_item_bytes(spec.sync.dtype)
+    part = item * max(shape.trained_elements_on(destination, rank) for rank in firsts)
+    adapters = 4 * shape.num_trained if shape.is_merged_in(destination) else 0
+    return SyncWeights(part, adapters, -(-SyncSpec.NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent), overlaps)

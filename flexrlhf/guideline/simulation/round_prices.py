@@ -15,7 +15,7 @@ from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.lengths import batch_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.rounds import EndedRow, Prompt, Round, Segment, Segments, make_rounds
-from flexrlhf.memory.packed_rows import TextGroup, packed
+from flexrlhf.memory.packed_rows import PackedPass, TextGroup
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Instruction, Run
@@ -94,7 +94,7 @@ class RoundPricer:
         if whole.engine != "vllm":
             texts = tuple((TextGroup(round(length), (0,)),) for length in lengths)
             budget = len(texts) * round(max(lengths))
-            passes = [(len(each.rows), each.width) for each in packed(texts, budget, together=False)]
+            passes = [(len(each.rows), each.width) for each in PackedPass.all_of(texts, budget, together=False)]
         seconds = 0.0
         for rows, width in passes:
             call = replace(whole, rows=rows, prompt=width, prompt_samples=1, responses=FIRST_TOKEN)
