@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from flexrlhf.trainer.restoration import bucket_names
 from flexrlhf.weights.parameters import count_elements
 
 SECONDS = 1800.0
@@ -197,7 +198,6 @@ def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: boo
     from flexrlhf.comm.weights import WeightGather
     from flexrlhf.runs.model_directory import TensorForm, model_writer, save_model
     from flexrlhf.weights.shapes import model_shape
-    from flexrlhf.weights.shards import bucket_names
 
     placed, live = context.placed, engine.weights()
     shape = model_shape("actor", placed.settings)

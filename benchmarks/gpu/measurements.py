@@ -21,11 +21,11 @@ from benchmarks.gpu.communicators import of_one_rank
 from benchmarks.gpu.decoding_speed import of_decoding
 from benchmarks.gpu.machine import device_name
 from benchmarks.gpu.results import Found, LeftOut, Row, printed_rows
+from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.engines.attention import PassAttention, attend
 from flexrlhf.engines.language_head import token_logprobs
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.launch.devices import why_no_gpu
-from flexrlhf.placement.hosts import NVIDIA_DRIVER, has_nvidia_driver
 
 
 def measured(stage: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
@@ -42,7 +42,11 @@ def measured(stage: str, budget: TimeBudget) -> Iterator[Row | LeftOut]:
 
 def of_device() -> Iterator[Found]:
     """Driver, CUDA, memory and the libraries that torch brings."""
-    driver = NVIDIA_DRIVER.read_text().splitlines()[0] if has_nvidia_driver() else "none is loaded"
+    driver = (
+        ClusterSpec.NVIDIA_DRIVER.read_text().splitlines()[0]
+        if ClusterSpec.NVIDIA_DRIVER.is_file()
+        else "none is loaded"
+    )
     yield "driver", driver, {}
     if not torch.cuda.is_available():
         yield "GPU", why_no_gpu() or "none", {}

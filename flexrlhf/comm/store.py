@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from flexrlhf.comm.deadlines import listed
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.placement.hosts import endpoint_text
+from flexrlhf.placement.hosts import HostPort
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables by which gloo and NCCL take an interface; the user's own settings stay."""
@@ -125,7 +125,7 @@ class Endpoint:
     port: int
 
     def __str__(self) -> str:
-        return endpoint_text(self.host, self.port)
+        return str(HostPort(self.host, self.port))
 
     @property
     def address(self) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -65,6 +66,11 @@ class ClusterSpec(StrictModel):
         "are labels",
     )
 
+    ON_CPUS: ClassVar = "cluster.device: cpu to train on CPUs"
+    """Setting that makes a device class a label."""
+    NVIDIA_DRIVER: ClassVar = Path("/proc/driver/nvidia/version")
+    """Exists if NVIDIA's driver is loaded."""
+
     @property
     def num_nodes(self) -> int:
         """Number of nodes; devices that are given as one number are on one."""
@@ -84,6 +90,11 @@ class ClusterSpec(StrictModel):
         if 0 < len(without) < len(self.nodes):
             raise ValueError(f"nodes[{without[0]}] has no speed and others have one: give it for all nodes or for none")
         return self
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether ranks run on CPUs, as set or because this machine has no GPU; nodes whose class is a GPU apart."""
+        return self.device == "cpu" or (self.device == "auto" and not self.NVIDIA_DRIVER.is_file())
 
 
 def _ranks(value: Any) -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.pass_settings import PassSettings
-from flexrlhf.memory.packed_rows import TextGroup, Unit, as_units
+from flexrlhf.memory.packed_rows import TextGroup, Unit
 from flexrlhf.operators.columns import Lengths
 
 
@@ -84,4 +84,4 @@ class BatchTexts:
             group = TextGroup(int(self.prompts[rows[0]]), tuple(int(self.responses[row]) for row in rows))
             return group.units(settings.budget, shares=True, compares=compares, masks=settings.masks)
         apart = tuple(TextGroup(int(self.prompts[row]), (int(self.responses[row]),)) for row in rows)
-        return as_units(apart, compares)
+        return TextGroup.as_units(apart, compares)

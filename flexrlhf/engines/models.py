@@ -39,7 +39,7 @@ from flexrlhf.engines.sink_attention import SINK_ATTENTION
 from flexrlhf.engines.tiled_mlp import tile_mlps
 from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
-from flexrlhf.memory.packed_rows import has_lengths
+from flexrlhf.memory.packed_rows import TextPacking
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import (
     adapter_layers,
@@ -120,7 +120,7 @@ def settle(model: PreTrainedModel, placed: PlacedModel, pad_token_id: int | None
         settle_padding(model.config, reads_last, placed.trained, None if placed.settings.lora else pad_token_id)
     # saved with the model; other tools select the class by it
     model.config.architectures = [type(model).__name__]
-    if has_lengths(model.config.model_type, placed.settings.attention):
+    if TextPacking.has_lengths(model.config.model_type, placed.settings.attention):
         model.config._attn_implementation = BY_SEQUENCES
     elif model.config.model_type in WITH_SINKS and placed.settings.attention == "auto":
         model.config._attn_implementation = SINK_ATTENTION
@@ -185,7 +185,7 @@ def may_lack_head(placed: PlacedModel) -> bool:
 def _options(placed: PlacedModel) -> dict[str, Any]:
     settings = placed.settings
     # without this option transformers takes sdpa, or eager where a family lacks it
-    is_ours = has_lengths(read_config(placed.role, settings)["model_type"], settings.attention)
+    is_ours = TextPacking.has_lengths(read_config(placed.role, settings)["model_type"], settings.attention)
     is_default = is_ours or settings.attention in ("auto", "sdpa")
     attention = {} if is_default else {"attn_implementation": settings.attention}
     return {"dtype": torch.float32, "trust_remote_code": settings.trust_remote_code, **attention}

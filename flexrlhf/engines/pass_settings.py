@@ -10,7 +10,7 @@ import torch
 from flexrlhf.engines.base import EngineContext
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.engines.row_split import RowSplit
-from flexrlhf.memory.packed_rows import may_pack, takes_lengths
+from flexrlhf.memory.packed_rows import TextPacking
 from flexrlhf.operators.columns import Lengths
 
 
@@ -50,18 +50,18 @@ class PassSettings:
         # without a window the config of Qwen2-MoE has one of 0
         window = getattr(config, "sliding_window", None) or None
         of_model = config.model_type, settings.attention, window, context.lengths.total
-        takes_masks = may_pack(*of_model)
+        packing = TextPacking.of_family(*of_model, packs=settings.pack_texts)
         return cls(
             lengths=context.lengths,
             budget=settings.micro_batch_tokens,
-            packs=settings.pack_texts and takes_masks,
+            packs=packing.packs,
             shares=settings.share_prompts,
             dtype=DTYPES[settings.dtype],
-            masks=not takes_lengths(*of_model),
+            masks=packing.masks,
             # torch's attention would copy a mask of any other width in each layer
             multiple=(1 if context.device.type == "cpu" else 8) * (1 if split is None else split.multiple),
             split=split,
-            slots=takes_masks and context.switches.slots,
+            slots=packing.in_slots and context.switches.slots,
             pins=context.switches.pinned_memory,
             graphs=settings.cuda_graphs,
         )

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
+from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.errors import UserError
-from flexrlhf.placement.hosts import NVIDIA_DRIVER, ON_CPUS
 
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 """Oldest driver by the major version of CUDA (its release notes, table of minor version compatibility)."""
 
 
-def why_no_gpu(driver: Path = NVIDIA_DRIVER, cuda: str | None = torch.version.cuda) -> str:
+def why_no_gpu(driver: Path = ClusterSpec.NVIDIA_DRIVER, cuda: str | None = torch.version.cuda) -> str:
     """Return why torch, built for ``cuda``, finds no GPU next to NVIDIA's driver; empty if none is loaded."""
     found = re.search(r"Kernel Module.*?(\d+)\.[\d.]+", driver.read_text()) if driver.is_file() else None
     if found is None:
@@ -49,7 +49,7 @@ def choose_device(setting: str, num_local: int, planned: str = "") -> str:
     if setting == "auto" and planned and count < num_local:
         found = f"{count} for {num_local} ranks" if count else f"none ({reason or _no_driver()})"
         sharing = ", or cuda for ranks that share a GPU" if count else ""
-        raise UserError(f"{planned}, and this machine has {found}; write {ON_CPUS}{sharing}")
+        raise UserError(f"{planned}, and this machine has {found}; write {ClusterSpec.ON_CPUS}{sharing}")
     if setting == "cuda" and count == 0:
         found = reason or "found 0; use cpu"
         raise UserError(f"cluster.device: cuda needs a CUDA device on this node, {found}")

@@ -25,7 +25,7 @@ from flexrlhf.launch.refusals import LISTEN_SECONDS, agreement_store, check_refu
 from flexrlhf.launch.shared_secret import found_secret, made_secret
 from flexrlhf.launch.terms import Terms
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.hosts import Hosts, split_endpoint
+from flexrlhf.placement.hosts import HostPort, Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import RunOrder
 from flexrlhf.signals import Ending, handled
@@ -179,7 +179,7 @@ class NodeRendezvous(RendezvousHandler):
 
 def endpoint_at(address: str) -> Endpoint:
     """Return the endpoint of ``HOST:PORT``, of which ``Hosts`` has checked the form."""
-    found = split_endpoint(address)
+    found = HostPort.parse(address)
     assert found is not None, f"{address} is no address of a store"
     return Endpoint("--rdzv-endpoint", *found)
 

@@ -18,14 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from flexrlhf.config.model_names import LLAMA_LIKE, WITH_EXPERTS
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.model_shape import ModelShape
 
-PACKED_FAMILIES = frozenset(LLAMA_LIKE + WITH_EXPERTS)
-"""Model types whose attention in transformers takes any mask, where no window restricts it."""
 BY_LENGTHS = ("auto", "flash_attention_2")
 """Values of ``attention`` that take the lengths of sequences in a row, in families that are packed."""
 PACKED_ATTENTION = (*BY_LENGTHS, "sdpa", "eager")
@@ -76,7 +74,12 @@ class TextGroup:
         compares:  whether all sequences are in one pass.
         masks:     whether attention over a row is computed under a mask.
         """
-        return as_units(shared(self, budget, masks) if shares else self.apart, compares)
+        return TextGroup.as_units(shared(self, budget, masks) if shares else self.apart, compares)
+
+    @staticmethod
+    def as_units(groups: tuple[TextGroup, ...], compares: bool) -> tuple[Unit, ...]:
+        """Return ``groups`` as one unit if ``compares``, else each as one."""
+        return (groups,) if compares else tuple((group,) for group in groups)
 
 
 Unit = tuple[TextGroup, ...]
@@ -141,27 +144,6 @@ class PackedPass:
             taken = set(best.units)
             order = [unit for unit in order if unit not in taken]
         return tuple(passes)
-
-
-def may_pack(model_type: str, attention: str, window: int | None, longest: int) -> bool:
-    """Whether several sequences may be in one row. ``window``: of sliding attention; ``longest``: tokens of one."""
-    is_packed = model_type in PACKED_FAMILIES and attention in PACKED_ATTENTION
-    return is_packed and (window is None or window >= longest)
-
-
-def has_lengths(model_type: str, attention: str) -> bool:
-    """Whether a model has attention by the lengths of sequences, where no window restricts it."""
-    return model_type in PACKED_FAMILIES and attention in BY_LENGTHS
-
-
-def takes_lengths(model_type: str, attention: str, window: int | None, longest: int) -> bool:
-    """Whether passes compute attention by the lengths of sequences; the arguments are as in ``may_pack``."""
-    return has_lengths(model_type, attention) and may_pack(model_type, attention, window, longest)
-
-
-def as_units(groups: tuple[TextGroup, ...], compares: bool) -> tuple[Unit, ...]:
-    """Return ``groups`` as one unit if ``compares``, else each as one."""
-    return (groups,) if compares else tuple((group,) for group in groups)
 
 
 def shared(group: TextGroup, budget: int, masks: bool = True) -> tuple[TextGroup, ...]:
@@ -319,7 +301,7 @@ class PassSize:
 
 @dataclass(frozen=True)
 class TextPacking:
-    """How a model's sequences lie in the rows of its passes.
+    """Layout of a model's sequences in the rows of its passes.
 
     in_slots:  whether transformers decodes rows in slots (engines/slots.py).
     packs:     whether forward and training passes have several sequences in a row.
@@ -330,6 +312,9 @@ class TextPacking:
     packs: bool
     masks: bool
 
+    FAMILIES: ClassVar = frozenset(LLAMA_LIKE + WITH_EXPERTS)
+    """Model types whose attention in transformers takes any mask, where no window restricts it."""
+
     @classmethod
     def of(cls, model: PlacedModel, shape: ModelShape | None, longest: int) -> TextPacking:
         """Return how ``model`` packs. ``longest``: tokens of a sequence."""
@@ -337,9 +322,25 @@ class TextPacking:
         if shape is None or shape.sizes is None:
             return cls(in_slots=False, packs=False, masks=True)
         of_model = shape.sizes.family, settings.attention, shape.window, longest
-        in_slots = may_pack(*of_model)
-        masks = facts.transformers_modules and not takes_lengths(*of_model)
-        return cls(in_slots, settings.pack_texts and in_slots, masks)
+        found = cls.of_family(*of_model, packs=settings.pack_texts)
+        return found if facts.transformers_modules else replace(found, masks=False)
+
+    @classmethod
+    def of_family(cls, model_type: str, attention: str, window: int | None, longest: int, packs: bool) -> TextPacking:
+        """Return how a model of transformers packs.
+
+        window:   of sliding attention.
+        longest:  tokens of a sequence.
+        packs:    whether it is to pack where its attention can.
+        """
+        fits = window is None or window >= longest
+        in_slots = model_type in cls.FAMILIES and attention in PACKED_ATTENTION and fits
+        return cls(in_slots, packs and in_slots, masks=not (cls.has_lengths(model_type, attention) and in_slots))
+
+    @classmethod
+    def has_lengths(cls, model_type: str, attention: str) -> bool:
+        """Whether a model has attention by the lengths of sequences, where no window restricts it."""
+        return model_type in cls.FAMILIES and attention in BY_LENGTHS
 
 
 @lru_cache(maxsize=4096)

@@ -7,24 +7,45 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv6Address
-from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster
 
 MOST_PORT = 65535
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Exists if NVIDIA's driver is loaded."""
-ON_CPUS = "cluster.device: cpu to train on CPUs"
-"""Setting that makes a device class a label."""
 SLURM_STEP = "SLURM_STEP_ID"
 """Variable of a process that ``srun`` started as one of the tasks of a step."""
 FIRST_PORT, NUM_PORTS = 20000, 20000
 """Ports of which each of SLURM's jobs has one of its own by its number."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+class HostPort(NamedTuple):
+    """Address of a server; an IPv6 address is without its brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        """Return ``HOST:PORT``, with brackets around an IPv6 address."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, endpoint: str) -> HostPort | None:
+        """Return host and port of ``HOST:PORT``; None for another text."""
+        found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\s\[\]/@]+)):([0-9]+)", endpoint)
+        if found is None or (found[1] is not None and not _is_ipv6(found[1])):
+            return None
+        return cls(found[1] or found[2], int(found[3]))
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        IPv6Address(host)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -55,11 +76,11 @@ class Hosts:
         endpoint = self.rdzv_endpoint
         if not endpoint:
             raise UserError("--rdzv-endpoint: missing; several nodes need HOST:PORT of node 0")
-        if split_endpoint(endpoint) is None:
+        if HostPort.parse(endpoint) is None:
             bare = re.sub(r".*[/@]", "", endpoint.rstrip("/"))
             host, _, port = bare.rpartition(":")
             likely = (bare, f"[{host}]:{port}", f"{bare}:29500", f"[{bare}]:29500", f"{bare.split(':')[0]}:29500")
-            such = next((each for each in likely if split_endpoint(each) is not None), "HOST:29500")
+            such = next((each for each in likely if HostPort.parse(each) is not None), "HOST:29500")
             raise UserError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT, such as {such}")
         host, _, port = endpoint.rpartition(":")
         if len(port) > 5 or not 1 <= int(port) <= MOST_PORT:
@@ -159,37 +180,6 @@ class Hosts:
     def under_torchrun() -> bool:
         """Return whether a launcher started this process as one of several ranks."""
         return "TORCHELASTIC_RUN_ID" in os.environ or set(_RANK_VARIABLES) <= set(os.environ)
-
-
-def endpoint_text(host: str, port: int) -> str:
-    """Return ``HOST:PORT``, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def split_endpoint(endpoint: str) -> tuple[str, int] | None:
-    """Return host and port of ``HOST:PORT``; an IPv6 address without its brackets. None for another text."""
-    found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\s\[\]/@]+)):([0-9]+)", endpoint)
-    if found is None or (found[1] is not None and not _is_ipv6(found[1])):
-        return None
-    return found[1] or found[2], int(found[3])
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        IPv6Address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def has_nvidia_driver() -> bool:
-    """Whether this machine has NVIDIA's driver."""
-    return NVIDIA_DRIVER.is_file()
-
-
-def is_on_cpu(spec: ClusterSpec) -> bool:
-    """Whether ranks run on CPUs, as set or because this machine has no GPU; nodes whose class is a GPU apart."""
-    return spec.device == "cpu" or (spec.device == "auto" and not has_nvidia_driver())
 
 
 def _check_mpi(environment: Mapping[str, str], is_step: bool) -> None:

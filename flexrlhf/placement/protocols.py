@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 from operator import index
-from typing import Any
+from typing import Any, ClassVar
 
 from flexrlhf.config.code_loading import NamedErrors, changed_ns, load_function
 from flexrlhf.errors import UserError, one_line, shown
@@ -50,6 +50,10 @@ class TransferProtocol:
 
     name: str
     function: SplitPrompts
+
+    PURE: ClassVar = (
+        "its result may depend on its arguments alone, not on random numbers, earlier calls, time or process"
+    )
 
     def parts(self, replicas: Replicas, prompts: range) -> PromptParts:
         """Return the prompts of each replica, the same ones every time.
@@ -90,26 +94,23 @@ class TransferProtocol:
                 both = " and on ".join(takers[prompt])
                 raise UserError(f"protocol {self.name}: prompt {prompt} is on {both}; each row is computed once")
 
+    @staticmethod
+    def read(reference: str, expected: tuple[Arguments, ...], processes: int) -> TransferProtocol:
+        """Return the protocol of a user's file.
 
-PURE = "its result may depend on its arguments alone, not on random numbers, earlier calls, time or process"
+        expected:   arguments that a run of the plan has.
+        processes:  in which it is called, to compare what it returns.
 
+        Raises UserError for a function that fails, does not return, or returns other splits of the same arguments.
+        """
 
-def protocol_of(reference: str, expected: tuple[Arguments, ...], processes: int) -> TransferProtocol:
-    """Return the protocol of a user's file.
+        def split(replicas: Replicas, prompts: range) -> PromptParts:
+            call = (replicas, prompts)
+            keys = expected if call in expected else (call,)
+            changed = changed_ns(reference.rpartition(":")[0])
+            return _splits(reference, keys, processes, changed)[keys.index(call)]
 
-    expected:   arguments that a run of the plan has.
-    processes:  in which it is called, to compare what it returns.
-
-    Raises UserError for a function that fails, does not return, or returns other splits of the same arguments.
-    """
-
-    def split(replicas: Replicas, prompts: range) -> PromptParts:
-        call = (replicas, prompts)
-        keys = expected if call in expected else (call,)
-        changed = changed_ns(reference.rpartition(":")[0])
-        return _splits(reference, keys, processes, changed)[keys.index(call)]
-
-    return TransferProtocol(reference, split)
+        return TransferProtocol(reference, split)
 
 
 @cache
@@ -128,7 +129,7 @@ def _splits(reference: str, keys: tuple[Arguments, ...], processes: int, changed
         if other is not None:
             raise UserError(
                 f"{name} returns {one_line(str(first))} and {one_line(str(other))} for the same prompts "
-                f"{span_of(tuple(prompts))}; {PURE}"
+                f"{span_of(tuple(prompts))}; {TransferProtocol.PURE}"
             )
     return [tuple(map(tuple, parts)) for parts in found[0]]
 

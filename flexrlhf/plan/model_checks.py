@@ -21,7 +21,7 @@ from flexrlhf.config.model_names import (
 )
 from flexrlhf.config.model_settings import OF_ROUTERS, Head, ModelSpec
 from flexrlhf.errors import SettingError, UserError, either
-from flexrlhf.memory.packed_rows import PACKED_FAMILIES, TextPacking, has_lengths
+from flexrlhf.memory.packed_rows import TextPacking
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.devices import DeviceClass
@@ -232,7 +232,7 @@ def _check_graphs(model: PlacedModel, shape: ModelShape | None, longest: int) ->
     if not TextPacking.of(model, shape, longest).in_slots:
         raise model.refusal(
             "cuda_graphs",
-            f"true is for {', '.join(sorted(PACKED_FAMILIES))} models with attention auto, "
+            f"true is for {', '.join(sorted(TextPacking.FAMILIES))} models with attention auto, "
             f"sdpa or eager and no window of less than {longest} tokens, found another; use false",
         )
     assert shape is not None, "slots are for families with known sizes"
@@ -343,7 +343,7 @@ def _check_split(model: PlacedModel, shape: ModelShape, longest: int) -> None:
 def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) -> None:
     """Raise UserError if context-parallel ranks cannot share the attention of a model."""
     settings, sizes = model.settings, shape.sizes
-    if sizes is None or sizes.family not in PACKED_FAMILIES:
+    if sizes is None or sizes.family not in TextPacking.FAMILIES:
         families = ", ".join(LLAMA_LIKE + WITH_EXPERTS)
         raise model.refusal("cp", f"only {families} models compute parts of a row; use 1", only=1)
     if shape.window is not None and shape.window < longest:
@@ -555,7 +555,7 @@ def _packages_of_kernels(model: PlacedModel) -> dict[str, Package | None]:
     packages: dict[str, Package | None] = {}
     if settings.attention == "flash_attention_2":
         family = read_config(model.role, settings)["model_type"]
-        if not has_lengths(family, settings.attention):
+        if not TextPacking.has_lengths(family, settings.attention):
             packages[f"attention flash_attention_2 of {family}"] = FLASH
     if settings.liger:
         packages["liger"] = LIGER

@@ -16,7 +16,7 @@ from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placement import Placement
-from flexrlhf.placement.protocols import Arguments, PromptParts, TransferProtocol, protocol_of
+from flexrlhf.placement.protocols import Arguments, PromptParts, TransferProtocol
 from flexrlhf.text import ranks_text
 
 PROTOCOLS = "algorithm.protocols"
@@ -49,7 +49,7 @@ def with_protocols(placement: Placement, graph: Graph, spec: Spec) -> Placement:
             if reference not in found:
                 check_function(reference, key)
                 # ranks compare theirs with each other's
-                found[reference] = protocol_of(
+                found[reference] = TransferProtocol.read(
                     reference, tuple(arguments[reference]), 1 if Hosts.under_torchrun() else 2
                 )
             layouts[name] = replace(placement.layout_of(operators[name]), protocol=found[reference])

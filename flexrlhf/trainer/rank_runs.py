@@ -17,7 +17,7 @@ from flexrlhf.comm.world import World
 from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.display.events import Doing, Note, RunBegins, RunEnds, Send
 from flexrlhf.errors import UserError, one_line
-from flexrlhf.placement.protocols import PURE
+from flexrlhf.placement.protocols import TransferProtocol
 from flexrlhf.plan.data_report import data_line, data_warnings, unread_line
 from flexrlhf.plan.hub_names import commits
 from flexrlhf.plan.operator_protocols import PROTOCOLS, own_splits
@@ -147,7 +147,7 @@ def check_splits(plan: Plan, world: World) -> None:
     for setting, mine, first in _differing(plan, world, "splits", splits):
         raise UserError(
             f"{setting}: rank {world.rank} (host {world.host}) splits the prompts of the mini-batches as "
-            f"{one_line(mine)}, rank 0 as {one_line(str(first))}; {PURE}"
+            f"{one_line(mine)}, rank 0 as {one_line(str(first))}; {TransferProtocol.PURE}"
         )
 
 

@@ -5,6 +5,7 @@ Each rank verifies some of its files and rank 0 prepares the directory of the ru
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ from flexrlhf.trainer.checkpointer import RunState
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.weight_syncs import WeightSyncs
-from flexrlhf.weights.shards import Parts, bucket_names
+from flexrlhf.weights.shards import Parts, make_buckets
 
 
 @dataclass(frozen=True)
@@ -202,3 +203,10 @@ def _sync_others(state: RunState, syncs: WeightSyncs, next_step: int) -> None:
                 for name in {sync.source, sync.destination} & models.keys():
                     used.enter_context(models[name].on_device())
                 syncs.run(sync, next_step - 1)
+
+
+def bucket_names(parts: Parts, item_bytes: int, bucket_bytes: int) -> list[list[str]]:
+    """Return the names of each bucket, sorted; sizes are of whole tensors, so that all ranks make the same buckets."""
+    names = sorted(parts)
+    sizes = [math.prod(parts[name].shape) * item_bytes for name in names]
+    return [[names[index] for index in bucket] for bucket in make_buckets(sizes, bucket_bytes)]

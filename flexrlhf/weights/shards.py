@@ -23,12 +23,8 @@ OF_HEADS = ("q_b_proj", "kv_b_proj")
 """Linear layers from the latents of latent attention to its heads, which are split along their outputs, too."""
 VOCABULARY = (ParameterName.EMBEDDING, ".lm_head.weight")
 """Tensors that some engines split along the vocabulary."""
-GRADIENT_BUCKET_BYTES, CPU_GRADIENT_BUCKET_BYTES = 512_000_000, 25_000_000
-"""Bytes of gradients in one collective: as many as weights in one of a sync; on CPUs DistributedDataParallel's default.
-
-Gloo adds up the parts of a buffer in different orders of the ranks, so with three ranks or more the last bits of a sum
-depend on the size there.
-"""
+GRADIENT_BUCKET_BYTES = 512_000_000
+"""Bytes of gradients in one collective between GPUs: as many as weights in one of a sync."""
 
 
 @dataclass(frozen=True)
@@ -257,15 +253,3 @@ def make_buckets(tensor_bytes: Sequence[int], bucket_bytes: int) -> list[range]:
     if tensor_bytes:
         buckets.append(range(start, len(tensor_bytes)))
     return buckets
-
-
-def gradient_bucket_bytes(device: str) -> int:
-    """Return the bytes of gradients in one collective between devices of a type, as ``cuda``."""
-    return CPU_GRADIENT_BUCKET_BYTES if device == "cpu" else GRADIENT_BUCKET_BYTES
-
-
-def bucket_names(parts: Parts, item_bytes: int, bucket_bytes: int) -> list[list[str]]:
-    """Return the names of each bucket, sorted; sizes are of whole tensors, so that all ranks make the same buckets."""
-    names = sorted(parts)
-    sizes = [math.prod(parts[name].shape) * item_bytes for name in names]
-    return [[names[index] for index in bucket] for bucket in make_buckets(sizes, bucket_bytes)]

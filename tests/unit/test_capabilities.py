@@ -19,7 +19,7 @@ from flexrlhf.config.engines import EngineFacts, all_engines, facts_of
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.engines.base import Engine
 from flexrlhf.errors import UserError
-from flexrlhf.memory.packed_rows import PACKED_FAMILIES
+from flexrlhf.memory.packed_rows import TextPacking
 from flexrlhf.plan import model_checks
 from flexrlhf.plan.model_checks import check_device, check_packages
 from flexrlhf.plan.plan import Plan
@@ -509,8 +509,8 @@ def test_graphs_are_refused_where_passes_call_libraries_rows_go_in_waves_or_noth
     )
     assert refused(None, 2, "models.critic.cuda_graphs=true") == f"models.critic.cuda_graphs: {idle.format('critic')}"
     assert refused(None, 2, GPT2, graphs) == (
-        f"{key}: true is for {', '.join(sorted(PACKED_FAMILIES))} models with attention auto, sdpa or eager and no "
-        "window of less than 12 tokens, found another; use false"
+        f"{key}: true is for {', '.join(sorted(TextPacking.FAMILIES))} models with attention auto, sdpa or eager and "
+        "no window of less than 12 tokens, found another; use false"
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from small_runs import plan_of, spec_of
 
+from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
@@ -22,7 +23,6 @@ from flexrlhf.guideline.advice.space import make_space
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search import branch_and_bound, result
 from flexrlhf.guideline.search.branch_and_bound import search
-from flexrlhf.placement import hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits, fitted
@@ -185,7 +185,7 @@ def test_cpu_ranks_get_a_placement_and_models_keep_their_settings(monkeypatch: p
     assert plan.spec.models == make_plan(spec).spec.models
     assert "by measurements of an ordinary CPU" in text.splitlines()[-1]
     # a search whose devices may be GPUs of no known class, and one of settings that are not measured
-    monkeypatch.setattr(hosts, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(ClusterSpec, "NVIDIA_DRIVER", Path(__file__))
     apart = "cluster={nodes: [{count: 2, devices: 1}]}"
     for setting in ("cluster.device=auto", "models.actor.zero=3", "cluster.devices=1", apart):
         ((plan, text),) = planned([unwritten(*tiny, setting)])

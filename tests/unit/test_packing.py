@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from flexrlhf.memory.packed_rows import PackedPass, TextGroup, may_pack, shared
+from flexrlhf.memory.packed_rows import PackedPass, TextGroup, TextPacking, shared
 
 BUDGET = 8192
 
@@ -154,4 +154,4 @@ def test_the_same_texts_have_the_same_places() -> None:
 )
 def test_families_that_pack(family: str, attention: str, window: int | None, expected: bool) -> None:
     """A window as long as the longest text restricts none."""
-    assert may_pack(family, attention, window, 64) is expected
+    assert TextPacking.of_family(family, attention, window, 64, packs=True).packs is expected

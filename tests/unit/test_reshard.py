@@ -10,8 +10,9 @@ from small_runs import placed_model, plan_of
 from flexrlhf.placement.groups import Group
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Save, Sync
+from flexrlhf.trainer.restoration import bucket_names
 from flexrlhf.weights.model_shape import ModelShape
-from flexrlhf.weights.shards import bucket_names, part_elements
+from flexrlhf.weights.shards import part_elements
 from flexrlhf.weights.sync_plan import sync_bytes
 
 SHAPE = ModelShape((("norm.weight", (5,)), ("q_proj.weight", (4, 3))))

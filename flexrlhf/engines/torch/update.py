@@ -19,7 +19,14 @@ from flexrlhf.engines.optimizers import (
     ScheduledOptimizer,
     local,
 )
-from flexrlhf.weights.shards import gradient_bucket_bytes, make_buckets
+from flexrlhf.weights.shards import GRADIENT_BUCKET_BYTES, make_buckets
+
+CPU_GRADIENT_BUCKET_BYTES = 25_000_000
+"""Bytes of gradients in one collective on CPUs: DistributedDataParallel's default.
+
+Gloo adds up the parts of a buffer in different orders of the ranks, so with three ranks or more the last bits of a sum
+depend on the size there.
+"""
 
 
 @dataclass(frozen=True)
@@ -241,3 +248,8 @@ class LossScale:
             raise FloatingPointError("the gradient is not finite; the weights were left as they were")
         self.factor, self.good_steps = self.factor / 2, 0
         return False
+
+
+def gradient_bucket_bytes(device: str) -> int:
+    """Return the bytes of gradients in one collective between devices of a type, as ``cuda``."""
+    return CPU_GRADIENT_BUCKET_BYTES if device == "cpu" else GRADIENT_BUCKET_BYTES

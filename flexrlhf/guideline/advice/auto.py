@@ -13,7 +13,6 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.hosts import is_on_cpu
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.changes import OF_MODELS
 from flexrlhf.strategies.strategy import Strategy
@@ -57,7 +56,7 @@ def _is_on_cpu(spec: Spec) -> bool:
     measured = (plain.engine, plain.tp, plain.pp, plain.cp, plain.ep, plain.zero)
     is_plain = [(each.engine, each.tp, each.pp, each.cp, each.ep, each.zero) == measured for each in models]
     return (
-        is_on_cpu(spec.cluster)
+        spec.cluster.is_on_cpu
         and (spec.rollout.engine == "auto" or not spec.rollout.has_copy)
         and all(is_plain)
         and len(cluster.devices) > 1

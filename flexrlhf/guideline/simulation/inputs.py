@@ -26,7 +26,6 @@ from flexrlhf.guideline.costs.profiles import (
     accuracy_by_figures,
 )
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.hosts import is_on_cpu
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 
@@ -129,7 +128,7 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
         except UserError:
             if default.is_file():
                 profile = default
-            elif spec.cluster.device == "cpu" or (is_on_cpu(spec.cluster) and cluster.classes == (Cluster.ANY_CLASS,)):
+            elif spec.cluster.device == "cpu" or (spec.cluster.is_on_cpu and cluster.classes == (Cluster.ANY_CLASS,)):
                 return ordinary_cpu(spec)
             else:
                 raise

@@ -18,9 +18,10 @@ from secrets import token_hex
 from typing import Any
 
 from flexrlhf.comm.store import Notice
+from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.hosts import ON_CPUS, split_endpoint
+from flexrlhf.placement.hosts import HostPort
 from flexrlhf.signals import Ending, handled
 
 CONNECT_SECONDS = 10.0
@@ -75,7 +76,7 @@ def connected() -> Iterator[None]:
 
 def check_address(address: str) -> None:
     """Raise UserError if nothing listens at ``HOST:PORT``, for which Ray would wait for minutes."""
-    endpoint = split_endpoint(address)
+    endpoint = HostPort.parse(address)
     if endpoint is None:
         return
     try:
@@ -98,7 +99,9 @@ def ray_device(setting: str, num_ranks: int, planned: str = "") -> str:
     if setting == "cuda" and gpus < num_ranks:
         raise UserError(f"cluster.device: cuda needs a GPU of Ray for each of {num_ranks} ranks, found {gpus}; use cpu")
     if planned and gpus < num_ranks:
-        raise UserError(f"{planned}, and the Ray cluster has {gpus or 'none'} for {num_ranks} ranks; write {ON_CPUS}")
+        raise UserError(
+            f"{planned}, and the Ray cluster has {gpus or 'none'} for {num_ranks} ranks; write {ClusterSpec.ON_CPUS}"
+        )
     return "cuda" if gpus >= num_ranks else "cpu"
 
 

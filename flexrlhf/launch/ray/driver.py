@@ -24,7 +24,7 @@ from flexrlhf.launch.rendezvous import LOOPBACK
 from flexrlhf.launch.shared_directories import probed_directories
 from flexrlhf.launch.start import STOPPED, end_between_attempts
 from flexrlhf.launch.terms import Terms
-from flexrlhf.placement.hosts import Hosts, endpoint_text
+from flexrlhf.placement.hosts import HostPort, Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS
 from flexrlhf.signals import Ending, StopSignal, end_by_another, handled
@@ -222,7 +222,7 @@ def reason(error: BaseException) -> str:
 def _run_nodes(nodes: Sequence[PlannedNode], job: Job, attempt: int, signals: _Signals) -> NodeEnd:
     """Run the launchers of all nodes, which end together, and return how."""
     host = LOOPBACK if len({node.address for node in nodes}) == 1 else nodes[0].address
-    endpoint, orders = endpoint_text(host, nodes[0].port), ORDERS.dump_json(job.orders).decode()
+    endpoint, orders = str(HostPort(host, nodes[0].port)), ORDERS.dump_json(job.orders).decode()
     size = len(nodes)
     calls = {node.name: node.actor.start.remote(orders, size, node.number, endpoint, attempt) for node in nodes}
     _results(calls, START_SECONDS)
