@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.imports.translate import translated
 from flexrlhf.imports.translation import Translation
@@ -78,7 +78,7 @@ def plan_result(out: Translation) -> str:
     if any("whose number is not in the file" in note for note in out.notes):
         return "no devices named"
     try:
-        plan = make_plan(parse_spec(out.tree(), out.file))
+        plan = make_plan(Spec.parse(out.tree(), out.file))
     except UserError as error:
         return f"plan refuses: {error}"
     try:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths, costs_for, truncated_exponential
@@ -91,7 +91,7 @@ def recipe_of(row: Row, checkouts: Path) -> Recipe:
     for change in filter(None, row["settings"].split("; ")):
         key, _, value = change.partition("=")
         out.put(key, read_yaml(value), "published")
-    spec = parse_spec(out.tree(), out.file)
+    spec = Spec.parse(out.tree(), out.file)
     return Recipe(row, make_plan(spec), costs_for(spec, None))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -57,7 +57,7 @@ def plan_of(directory: Path, number: int, settings: Mapping[str, Any], memory_gb
     model = {"init": INIT, "micro_batch_tokens": 1, "logits_mb": 1, **settings}
     data = {"path": str(directory / f"{number}.jsonl"), "tokenizer": str(directory / "tokenizer")}
     return make_plan(
-        parse_spec(
+        Spec.parse(
             {
                 "name": f"longest-{number}",
                 "algorithm": {"name": "sft", "prompts_per_step": TEXTS, "num_mini_batches": 1},

@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
@@ -363,7 +363,7 @@ class Chosen:
 def chosen(run: Run) -> Chosen:
     """Plan ``run`` with its missing settings chosen."""
     began = perf_counter()
-    ((plan, text),) = planned([parse_spec(run.sections, run.title)])
+    ((plan, text),) = planned([Spec.parse(run.sections, run.title)])
     seconds = perf_counter() - began
     vector, settings = text.partition(" written, is ")[2].partition(", ")[0], text.partition("\n  with ")[2]
     return Chosen(plan, f"`{vector}`" + "".join(f"; `{each}`" for each in settings.split("; ") if each), seconds)
@@ -371,7 +371,7 @@ def chosen(run: Run) -> Chosen:
 
 def recipe_plan(recipe: Recipe) -> Plan:
     """Plan ``recipe`` with its settings and no others."""
-    return make_plan(parse_spec(recipe.sections, recipe.run.title))
+    return make_plan(Spec.parse(recipe.sections, recipe.run.title))
 
 
 def step_seconds(plan: Plan) -> float:
@@ -392,7 +392,7 @@ def fits(plan: Plan) -> bool:
 
 def run_row(run: Run) -> str:
     """Return a row of the first table."""
-    found, advice = chosen(run), advise(parse_spec(run.sections, run.title), AnalyticCosts(), explains=False)
+    found, advice = chosen(run), advise(Spec.parse(run.sections, run.title), AnalyticCosts(), explains=False)
     if not advice.feasible:
         return f"| {run.title} | {run.hardware} | fits nowhere | | | {found.seconds:.1f} |"
     advised = f"{_text(advice.best.seconds)} ({_text(advice.comparable[0].seconds)})"

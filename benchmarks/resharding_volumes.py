@@ -25,8 +25,7 @@ from typing import Any
 import yaml
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import RolloutSpec
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.engines.host_offload import storage_bytes
 from flexrlhf.engines.optimizers import local
@@ -142,7 +141,7 @@ def metered_row(degrees: tuple[int, int, int, int, int], directory: Path) -> str
         subprocess.run(
             [sys.executable, "-m", "flexrlhf", "run", str(path)], env=environment, check=True, stdout=subprocess.DEVNULL
         )
-        plan = make_plan(parse_spec(raw))
+        plan = make_plan(Spec.parse(raw))
         files = sorted(plan.spec.directory.glob("weights-*.json"))
         states = [plan.sizing.state(model, rank) for rank in range(8) for model in plan.placement.on_rank(rank)]
         planned = [sum(state.weights - state.lent for state in states[at : at + 2] if state) for at in range(0, 16, 2)]

@@ -42,6 +42,11 @@ class Metric:
     is_problem: bool = False
     less_is_better: bool = False
 
+    def scale(self, statistic: Triple) -> float:
+        """Return the scale of its rounding: the root mean square of the values that it is a mean of."""
+        weight, total, squares = statistic
+        return abs(total) if self.kind == "sum" else math.sqrt(squares / weight)
+
     def is_better(self, value: float, than: float | None) -> bool:
         """Whether a value is better than ``than``, the best before; NaN never is."""
         if math.isnan(value):
@@ -57,6 +62,11 @@ class DefinedMetrics(tuple[Metric, ...]):
         """Entries of a row of metrics that no number of the run depends on, and that differ each time it runs."""
         measured = (metric.name for metric in self if metric.name.startswith(("time_", "reply_seconds_")))
         return ("seconds", "samples_per_second", "tokens_per_second", "rollout_restarts", *measured)
+
+    @property
+    def stale_shares(self) -> tuple[str, ...]:
+        """Shares of a step's tokens by their staleness, in its order."""
+        return tuple(f"staleness_{age}" for age in range(MOST_STALE + 1))
 
     @cached_property
     def definitions(self) -> Mapping[str, str]:

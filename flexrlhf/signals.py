@@ -44,13 +44,13 @@ class StopSignal(KeyboardInterrupt):
     """End of a command by a signal before its ranks run. ``number``: of the signal."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(sentence_of(number))
+        super().__init__(self.sentence(number))
         self.number = number
 
-
-def sentence_of(number: int, moment: str = "before the first step; nothing is to be saved") -> str:
-    """Return the sentence about a signal that has ended a command at a ``moment``."""
-    return f"stopped by {signal.Signals(number).name} {moment}"
+    @staticmethod
+    def sentence(number: int, moment: str = "before the first step; nothing is to be saved") -> str:
+        """Return the sentence about a signal that has ended a command at a ``moment``."""
+        return f"stopped by {signal.Signals(number).name} {moment}"
 
 
 def exit_code(number: int) -> int:
@@ -85,6 +85,32 @@ class Ending:
             signal.setitimer(signal.ITIMER_REAL, SWALLOWED_SECONDS)
         raise self._make(self.number)
 
+    @classmethod
+    def begin_command(cls) -> None:
+        """Let signals raise StopSignal from here on, if this process handles them; Ctrl-C raises KeyboardInterrupt."""
+        if signal.getsignal(signal.SIGTERM) is _end:
+            handle(cls(is_repeated=True))
+        elif signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    @staticmethod
+    def check_stopped() -> None:
+        """Raise StopSignal again if a signal has raised it and a library, or the end of an object, has caught it."""
+        before = signal.getsignal(signal.SIGTERM)
+        if isinstance(before, Ending) and before.number:
+            raise StopSignal(before.number)
+
+    @staticmethod
+    def silencer() -> Callable[[], None]:
+        """Return what makes the handler that is now installed raise no more."""
+        before = signal.getsignal(signal.SIGTERM)
+
+        def end() -> None:
+            if isinstance(before, Ending):
+                before.is_over = True
+
+        return end
+
 
 def handle(handler: Handler) -> None:
     """Handle the signals of ``ENDING``; not SIGHUP where the process survives it, as by nohup, nor a script's own."""
@@ -94,24 +120,6 @@ def handle(handler: Handler) -> None:
         is_ignored = number == signal.SIGHUP and before is signal.SIG_IGN
         if not is_ignored and (number in SENT or is_ours or before is signal.SIG_DFL):
             signal.signal(number, handler)
-
-
-def check_stopped() -> None:
-    """Raise StopSignal again if a signal has raised it and a library, or the end of an object, has caught it."""
-    before = signal.getsignal(signal.SIGTERM)
-    if isinstance(before, Ending) and before.number:
-        raise StopSignal(before.number)
-
-
-def end_by_another() -> Callable[[], None]:
-    """Return what makes the handler that is now installed raise no more."""
-    before = signal.getsignal(signal.SIGTERM)
-
-    def end() -> None:
-        if isinstance(before, Ending):
-            before.is_over = True
-
-    return end
 
 
 @contextmanager
@@ -140,14 +148,6 @@ def end_at_once(command: str) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def begin_command() -> None:
-    """Let signals raise StopSignal from here on, if this process handles them; Ctrl-C raises KeyboardInterrupt."""
-    if signal.getsignal(signal.SIGTERM) is _end:
-        handle(Ending(is_repeated=True))
-    elif signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def end_command(code: int | None) -> None:
     """Let signals end this process, which has done its work, with ``code``; None: it goes on to its end."""
     if is_handled():
@@ -167,5 +167,5 @@ def restore() -> None:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    os.write(2, f"flexrlhf: {sentence_of(number)}\n".encode())
+    os.write(2, f"flexrlhf: {StopSignal.sentence(number)}\n".encode())
     os._exit(exit_code(number))

@@ -21,7 +21,6 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.mechanisms import compared, run_directory
 from benchmarks.gpu.results import LeftOut, Row
 from flexrlhf.config.output_settings import CheckpointSpec
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.runs.run_directory import RunDirectory
 
 BASE = "grpo-faulty"
@@ -145,5 +144,5 @@ def _write_side(run: Path, settings: tuple[str, ...], job: Job) -> str:
     base = write_base(BASE, job)
     spec = plan_side(base, run.name, run.parent, settings).spec
     path = base.with_name(f"{run.name}.yaml")
-    path.write_text(dump_spec(spec.model_copy(update={"checkpoint": CheckpointSpec()})))
+    path.write_text(spec.model_copy(update={"checkpoint": CheckpointSpec()}).dump())
     return str(path)

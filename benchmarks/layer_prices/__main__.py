@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.layer_prices.rank import MeasuredCall
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, load_spec
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.cost_model import Call, Links, MeanPass, Mesh
 from flexrlhf.guideline.costs.measured import MeasuredCosts, load_costs
 from flexrlhf.launch import start as launch
@@ -115,7 +115,7 @@ def measured_calls(layouts: list[Layout], directory: Path, plans: dict[str, Plan
     for layout in layouts:
         lengths = length_sample(plans[layout.engine])
         spec = layout.spec(plans[layout.engine], lengths)
-        runs.append({"spec": dump_spec(spec), **asdict(lengths), "rows": ROWS})
+        runs.append({"spec": spec.dump(), **asdict(lengths), "rows": ROWS})
     request.write_text(json.dumps({"runs": runs}))
     first = make_plan(layouts[0].spec(plans[layouts[0].engine], length_sample(plans[layouts[0].engine])))
     launch.start_ranks(["benchmarks.layer_prices.rank", str(request), str(output)], first, Hosts())

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import World, open_world
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.launch.lifetime import end_with_launcher
 from flexrlhf.measure.model_calls import ProfileContext
@@ -38,7 +38,7 @@ class MeasuredCall:
 
 def measure(text: str, lengths: LengthSample, rows: int, world: World, budget: float) -> list[MeasuredCall]:
     """Measure the calls of the trained model of a run on its own layout, with ``rows`` on each replica."""
-    plan = make_plan(parse_spec(read_yaml(text)))
+    plan = make_plan(Spec.parse(read_yaml(text)))
     ranks = tuple(range(world.size))
     groups = world.make_groups([Group("profile", ranks), *plan.groups], plan.spec.timeout_seconds)
     progress = RankProgress(world, plan.spec.name, {}, plan.spec.timeout_seconds)

@@ -13,7 +13,7 @@ from benchmarks.opponents.cases import Case
 from benchmarks.opponents.moves import Moves, changed_paths
 from benchmarks.opponents.searches import LEAST_GAIN, PlannedSeconds, climbed, fits, lean, needed_changes, sampled
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, load_spec
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import format_advice
@@ -120,7 +120,7 @@ class Comparison:
     def _refused(self, spec: Spec, planned_seconds: PlannedSeconds, reason: str) -> Record:
         """Sample settings until one fits: with the rollout engine of the spec, then with transformers if none is
         asked for."""
-        options, start = self.case.options(), read_yaml(dump_spec(spec, short=True))
+        options, start = self.case.options(), read_yaml(spec.dump(short=True))
         record: Record = {"refusal": reason, "tried": 0}
         moves = Moves(Random(self.case.name), start, spec, planned_seconds.lag)
         for rollout in (None,) if options.rollout else (None, "transformers"):

@@ -12,7 +12,6 @@ from typing import Any
 from flexrlhf.config.engines import facts_of, offloading_engine
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec, ScheduleSpec, Spec, SyncSpec
-from flexrlhf.config.spec_file import parse_spec, spec_data
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.algorithm_graph import make_graph
@@ -85,7 +84,7 @@ class Moves:
 
     @cached_property
     def graph(self) -> Graph:
-        return make_graph(parse_spec(deepcopy(self.start)))
+        return make_graph(Spec.parse(deepcopy(self.start)))
 
     @property
     def total(self) -> int:
@@ -228,7 +227,7 @@ class Moves:
             tokens = rollout.get("kv_tokens")
             sizes = () if tokens is None else (2 * tokens, tokens // 2, tokens * 5 // 4, tokens * 4 // 5, None)
             yield "rollout.kv_tokens", sizes or (8 * self.row, 32 * self.row, 128 * self.row)
-        yield "cluster", (spec_data(self.spec, short=True)["cluster"],)
+        yield "cluster", (self.spec.written(short=True)["cluster"],)
 
 
 def _ranks(start: int, size: int) -> Raw:
@@ -247,7 +246,7 @@ def _value(raw: Raw, path: str) -> Any:
 
 def _placed(raw: Raw) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each model that a placement names."""
-    models = make_plan(parse_spec(deepcopy(raw))).placement.models
+    models = make_plan(Spec.parse(deepcopy(raw))).placement.models
     own = {model.name: model.ranks for model in models if not model.follows}
     apart = {m.name: m.ranks for m in models if m.follows and not set(m.ranks) & set(own.get(m.role, ()))}
     return {str(name): ranks for name, ranks in {**apart, **own}.items()}

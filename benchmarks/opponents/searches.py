@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import process_time
 
 from benchmarks.opponents.moves import Change, Moves, Raw, broad, changed_paths, with_values
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.simulation.inputs import TextLengths
@@ -46,7 +46,7 @@ class PlannedSeconds:
 
     def _planned(self, raw: Raw) -> float | str:
         try:
-            plan = make_plan(parse_spec(deepcopy(raw), "opponent"))
+            plan = make_plan(Spec.parse(deepcopy(raw), "opponent"))
         except UserError as error:
             return str(error)
         if plan.schedule.lag > self.lag:

@@ -27,7 +27,7 @@ from trl.chat_template_utils import get_training_chat_template
 
 from benchmarks.peers.chat_tokenizers import FAMILIES, build_chat_tokenizer
 from flexrlhf.data.chat import ChatFormat
-from flexrlhf.data.examples import Example, load_examples
+from flexrlhf.data.examples import Example, LoadedExamples
 from flexrlhf.operators.graph import Needs
 
 MARKED = {
@@ -123,7 +123,7 @@ def by_flexrlhf(rows: list[dict[str, Any]], needs: Needs, tokenizer: Any, templa
     with TemporaryDirectory() as directory:
         file = Path(directory) / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        examples = load_examples(
+        examples = LoadedExamples.load(
             file,
             needs=needs,
             tokenizer=tokenizer,

@@ -19,7 +19,6 @@ from benchmarks.peers.comparison import LENGTH, ROWS, Alone, Sample, make_sample
 from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.imports.translate import translated
@@ -170,12 +169,12 @@ def settings_of_job(job: Job) -> tuple[Spec, str]:
         algorithm = {"num_mini_batches": len(MINI_BATCHES), "prompts_per_step": ROWS, **job.preset}
         models = {role: {"init": "qwen2.5-0.5b"} for role in ("actor", "reward")}
         raw = {"name": "a", "algorithm": algorithm, "models": models, "data": {"path": "data"}}
-        return parse_spec(raw, "a"), ""
+        return Spec.parse(raw, "a"), ""
     with TemporaryDirectory() as folder:
         file = Path(folder, job.file)
         file.write_text(job.command + "\n")
         found = translated(file)
-    return parse_spec(read_yaml(found.text()), found.file), found.report()
+    return Spec.parse(read_yaml(found.text()), found.file), found.report()
 
 
 def effects(report: str) -> str:

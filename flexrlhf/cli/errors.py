@@ -16,11 +16,10 @@ import typer
 from pydantic import ValidationError
 
 from flexrlhf.config.secrets import without_secrets
-from flexrlhf.config.spec_file import plain_problem
-from flexrlhf.config.user_paths import in_home
+from flexrlhf.config.spec_problems import plain_problem
 from flexrlhf.data.hub import check_endpoint
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError, is_exhaustion, one_line
-from flexrlhf.signals import StopSignal, begin_command, end_command, exit_code
+from flexrlhf.signals import Ending, StopSignal, end_command, exit_code
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of writing, which name no file."""
@@ -58,7 +57,7 @@ def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]
 
     def code_of(*args: Options.args, **kwargs: Options.kwargs) -> int:
         try:
-            begin_command()
+            Ending.begin_command()
             _check_current_directory()
             check_endpoint()
             command(*args, **{name: _in_home(value) for name, value in kwargs.items()})
@@ -107,9 +106,9 @@ def _in_home(value: Any) -> Any:
     """Return an option's value with home directories in the place of ``~``, which no shell expands behind ``=``."""
     match value:
         case Path():
-            return Path(in_home(str(value)))
+            return Path(os.path.expanduser(str(value)))
         case str():
-            return in_home(value)
+            return os.path.expanduser(value)
         case list():
             return [_in_home(each) for each in value]
     return value

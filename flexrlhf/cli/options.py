@@ -14,8 +14,7 @@ import typer
 from flexrlhf.config.ratio_vector import vector_of_option
 from flexrlhf.config.setting_list import keys_from
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import SpecFile, check_scopes, path_settings, split_scope
-from flexrlhf.config.user_paths import is_yaml
+from flexrlhf.config.spec_file import SpecFile, program_settings
 from flexrlhf.data.quickstart import config_paths
 from flexrlhf.errors import UserError
 from flexrlhf.plan.algorithm_graph import make_graph
@@ -28,7 +27,11 @@ def complete_config(incomplete: str) -> list[str]:
     if not directory.is_dir():
         return []
     entries = [each for each in sorted(directory.iterdir()) if each.name.startswith(start) and each.name[:1] != "."]
-    return [f"{folder}{slash}{each.name}{'/' * each.is_dir()}" for each in entries if each.is_dir() or is_yaml(each)]
+    return [
+        f"{folder}{slash}{each.name}{'/' * each.is_dir()}"
+        for each in entries
+        if each.is_dir() or each.suffix in (".yaml", ".yml")
+    ]
 
 
 Configs = Annotated[
@@ -126,7 +129,7 @@ class RunOptions:
     def settings(self) -> list[str]:
         """Overrides, of which the paths of models win."""
         paths = {"actor": self.actor_model_path, "critic": self.critic_model_path}
-        return [*(self.set_ or ()), *path_settings(paths)]
+        return program_settings(self.set_ or (), None, paths)
 
     def specs(self, nnodes: int = 1) -> list[Spec]:
         """Return the spec of each YAML; ``placement: auto`` stays as it is. Raises UserError.
@@ -137,7 +140,7 @@ class RunOptions:
         settings = self.settings + ([f"cluster.devices={self.devices}"] if self.devices is not None else [])
         vector = None if self.placement_ratio is None else vector_of_option(self.placement_ratio)
         files = [SpecFile(path) for path in self.paths or config_paths()]
-        check_scopes(settings, [file.name for file in files])
+        SpecFile.check_scopes(settings, [file.name for file in files])
         by_run = _settings_by_run(files, settings)
         specs = []
         for file, own, placement in zip(files, by_run, _vectors_by_run(files, by_run, vector), strict=True):
@@ -161,7 +164,7 @@ def _settings_by_run(files: Sequence[SpecFile], settings: Sequence[str]) -> list
 
 def _role_of(override: str) -> str | None:
     """Return ``actor`` for ``models.actor.zero=3``, which applies to every run that has that model."""
-    scope, setting = split_scope(override)
+    scope, setting = SpecFile.split_scope(override)
     section, _, rest = setting.partition("=")[0].partition(".")
     return rest.partition(".")[0] if scope is None and section == "models" and rest else None
 

@@ -21,9 +21,8 @@ from flexrlhf.cli.options import (
 )
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_absent_data, print_data_lines
 from flexrlhf.cli.working import working
+from flexrlhf.config.output_path import OutputPath
 from flexrlhf.config.plugins import load_plugin
-from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.config.user_paths import check_output, write_output
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import format_inspection, passes_line
@@ -50,7 +49,7 @@ def plan(runs: RunOptions, force: Force = False, price: Price = None, html: Html
     paths = runs.paths
     page = None if html is None else load_plugin("options", "html")(html, paths)
     if output is not None:
-        check_output(output, "--output", "full.yaml", lambda text: text.startswith(WRITTEN), paths)
+        OutputPath(output, "--output").check_file("full.yaml", lambda text: text.startswith(WRITTEN), paths)
     plans = plan_runs(runs.specs())
     if output is not None and len(plans) > 1:
         raise UserError(f"--output: goes with one config, found {len(plans)}")
@@ -74,7 +73,7 @@ def plan(runs: RunOptions, force: Force = False, price: Price = None, html: Html
         typer.echo(written.text)
     check_memory(plans, force)
     if output is not None:
-        write_output(output, "--output", f"{WRITTEN} {plans[0].spec.name}\n{dump_spec(plans[0].spec)}")
+        OutputPath(output, "--output").write(f"{WRITTEN} {plans[0].spec.name}\n{plans[0].spec.dump()}")
         typer.echo(f"written to {output}")
 
 

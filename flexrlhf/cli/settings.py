@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from flexrlhf.config.algorithms import ALGORITHMS
-from flexrlhf.config.setting_list import TITLE, find_settings, format_sections, json_schema, keys_from
-from flexrlhf.config.user_paths import check_output
+from flexrlhf.config.output_path import OutputPath
+from flexrlhf.config.setting_list import TITLE, format_settings, json_schema, keys_from
 
 
 def complete_settings_text(incomplete: str) -> list[str]:
@@ -38,7 +38,7 @@ def settings(text: Text = None) -> None:
     keys (`learning_rate`).
     """
     width = shutil.get_terminal_size((100, 24)).columns
-    typer.echo(format_sections(find_settings(text), width))
+    typer.echo(format_settings(text, width))
 
 
 def schema(output: Output = None) -> None:
@@ -51,6 +51,6 @@ def schema(output: Output = None) -> None:
     if output is None:
         typer.echo(text)
         return
-    check_output(output, "--output", "flexrlhf.schema.json", lambda text: f'"title": "{TITLE}"' in text)
+    OutputPath(output, "--output").check_file("flexrlhf.schema.json", lambda text: f'"title": "{TITLE}"' in text)
     output.write_text(text + "\n", encoding="utf-8")
     typer.echo(f"wrote {output}; in the first line of a YAML: # yaml-language-server: $schema={output}")

@@ -23,8 +23,8 @@ from flexrlhf.cli.options import (
     complete_config,
 )
 from flexrlhf.cli.planning import check_memory, plan_runs
-from flexrlhf.config.job_secret import VARIABLE
-from flexrlhf.config.user_paths import check_output
+from flexrlhf.config.job_secret import JobSecret
+from flexrlhf.config.output_path import OutputPath
 from flexrlhf.errors import UserError, one_line, shown
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.plan.plan import Plan
@@ -63,8 +63,8 @@ def slurm(
     if (config := run.only_path) is None:
         raise UserError("slurm: missing config; give the YAML file of the run")
     if output is not None:
-        check_output(
-            output, "--output", "job.sbatch", lambda text: text.startswith("#!") and "#SBATCH" in text, (config,)
+        OutputPath(output, "--output").check_file(
+            "job.sbatch", lambda text: text.startswith("#!") and "#SBATCH" in text, (config,)
         )
     (plan,) = plan_runs(run.specs())
     check_memory([plan], force)
@@ -104,7 +104,7 @@ def slurm_script(plan: Plan, command: str, directives: Sequence[str] = (), secon
         + f"""
 
 # for all tasks: machines that do not mount each other's runs copy files with it
-export {VARIABLE}="${{{VARIABLE}:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}}"
+export {JobSecret.VARIABLE}="${{{JobSecret.VARIABLE}:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}}"
 srun{parts} {command}
 code=$?
 if [ $code -eq {STOPPED} ] || [ $code -eq {UNSTARTED} ]; then

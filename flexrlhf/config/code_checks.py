@@ -31,7 +31,7 @@ def python_file(place: str, key: str) -> Path | None:
         return _module_file(place, key)
     file = Path(place)
     if not file.is_file():
-        raise UserError(f"{key}: no file {place}{instead_of(file, lambda other: other.suffix == '.py')}")
+        raise UserError(f"{key}: no file {place}{instead_of(file, '.py')}")
     return file
 
 

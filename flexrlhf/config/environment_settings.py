@@ -65,6 +65,11 @@ class EnvironmentSpec(StrictModel):
     )
 
     @property
+    def has_known_format(self) -> bool:
+        """Whether calls of tools are written in a form of ``ToolFormat``."""
+        return self.tool_format in get_args(ToolFormat)
+
+    @property
     def name(self) -> str:
         """The environment, or its tools, as written."""
         return self.path or ", ".join(self.tools)

@@ -7,30 +7,39 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from flexrlhf.errors import UserError, nearest, shown
 
 Config = dict[str, Any]
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-"""Dense families that are built as Llama is."""
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
-"""Families with experts whose attention is built as Llama's is."""
-SERVED = (*LLAMA_LIKE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
-"""Families whose tensors are mapped to the ones in files and in a rollout engine."""
-STAGED = (*LLAMA_LIKE, "mixtral", "qwen3_moe")
-"""Families that Megatron-Core's stages compute."""
-SIGMOID_ROUTED = ("glm4_moe", "deepseek_v3")
-"""Families whose experts are chosen by the sigmoid of logits plus a bias, which may balance them."""
-WITH_SPLIT_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""Families with experts that tensor-parallel ranks of torch share; OLMoE has norms over all heads."""
-LATENT = ("deepseek_v2", "deepseek_v3")
-"""Families with experts whose keys and values are made from a latent (multi-head latent attention)."""
-WITH_SINKS = ("gpt_oss",)
-"""Families with experts whose heads have a sink: a logit next to those of keys, which takes a part of the attention."""
-KNOWN_FAMILIES = LLAMA_LIKE + WITH_EXPERTS + LATENT + WITH_SINKS
-"""Families whose parameters follow from their sizes."""
+
+
+class Families:
+    """Families of models (``model_type``) by what they have in common."""
+
+    LLAMA_LIKE: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3")
+    """Dense families that are built as Llama is."""
+    WITH_EXPERTS: ClassVar[tuple[str, ...]] = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
+    """Families with experts whose attention is built as Llama's is."""
+    SERVED: ClassVar[tuple[str, ...]] = (*LLAMA_LIKE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+    """Families whose tensors are mapped to the ones in files and in a rollout engine."""
+    STAGED: ClassVar[tuple[str, ...]] = (*LLAMA_LIKE, "mixtral", "qwen3_moe")
+    """Families that Megatron-Core's stages compute."""
+    SIGMOID_ROUTED: ClassVar[tuple[str, ...]] = ("glm4_moe", "deepseek_v3")
+    """Families whose experts are chosen by the sigmoid of logits plus a bias, which may balance them."""
+    WITH_SPLIT_EXPERTS: ClassVar[tuple[str, ...]] = ("mixtral", "qwen2_moe", "qwen3_moe")
+    """Families with experts that tensor-parallel ranks of torch share; OLMoE has norms over all heads."""
+    LATENT: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3")
+    """Families with experts whose keys and values are made from a latent (multi-head latent attention)."""
+    WITH_SINKS: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+    """Families with experts whose heads have a sink: a logit next to those of keys, which takes a part of the
+    attention."""
+    KNOWN: ClassVar[tuple[str, ...]] = LLAMA_LIKE + WITH_EXPERTS + LATENT + WITH_SINKS
+    """Families whose parameters follow from their sizes."""
+
 
 _KEYS = (
     "hidden_size",
@@ -161,47 +170,59 @@ _OTHER_SIZES = re.compile(r"-vl|vision|omni|audio|moe|-a\d+(\.\d+)?b|eagle|embed
 """Parts of names of models that share a part of a name with dense ones, but not their sizes."""
 
 
-def named_sizes(name: str) -> str | None:
-    """Return the known model with the sizes of one whose name, path or address ends with its family and size.
+def known_family(model: Mapping[str, Any]) -> str | None:
+    """Return the family of a model, by its settings, whose sizes are known by its name; None for another."""
+    init, path = model.get("init"), model.get("path")
+    name = init if isinstance(init, str) else FoundModel.named(path) if isinstance(path, str) else None
+    return str(MODELS[name]["model_type"]) if name in MODELS else None
 
-    None if there is none. ``Qwen/Qwen2.5-Math-7B-Instruct`` is ``qwen2.5-7b``; so is ``Qwen2___5-Math-7B``, a folder of
-    ModelScope's cache.
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model whose config is known.
+
+    config:   its Hugging Face config
+    weights:  its source, as settings of a role: a directory with weights, or the config alone
     """
-    last = name.rstrip("/").rpartition("/")[2].lower().replace("___", ".").replace("_", "-")
-    if last in MODELS:
-        return last
-    named = _NAMED_WITH_EXPERTS if _OTHER_SIZES.search(last) else (*_NAMED, *_NAMED_WITH_EXPERTS)
-    matches = ((re.search(rf"(?<![a-z0-9.]){pattern}(?![0-9])", last), key) for pattern, key in named)
-    return next((key.format(*found.groups()) for found, key in matches if found is not None), None)
 
+    config: Config
+    weights: dict[str, Any]
 
-def is_model_directory(text: str) -> bool:
-    """Whether ``find_model`` reads the config of a directory."""
-    return _known(text) is None and Path(text).is_dir()
+    @staticmethod
+    def named(name: str) -> str | None:
+        """Return the known model with the sizes of one whose name, path or address ends with its family and size.
 
+        None if there is none. ``Qwen/Qwen2.5-Math-7B-Instruct`` is ``qwen2.5-7b``; so is ``Qwen2___5-Math-7B``, a
+        folder of ModelScope's cache.
+        """
+        last = name.rstrip("/").rpartition("/")[2].lower().replace("___", ".").replace("_", "-")
+        if last in MODELS:
+            return last
+        named = _NAMED_WITH_EXPERTS if _OTHER_SIZES.search(last) else (*_NAMED, *_NAMED_WITH_EXPERTS)
+        matches = ((re.search(rf"(?<![a-z0-9.]){pattern}(?![0-9])", last), key) for pattern, key in named)
+        return next((key.format(*found.groups()) for found, key in matches if found is not None), None)
 
-def find_model(text: str, option: str = "--model") -> Config:
-    """Config of a known name, of a Hugging Face model directory, or in a ``config.json``.
+    @classmethod
+    def find(cls, text: str, option: str = "--model") -> Self:
+        """Return the model of a known name, of a Hugging Face model directory, or of a ``config.json``.
 
-    ``option``: the option or setting with the text, for errors. Raises UserError with the nearest known names.
-    """
-    known = _known(text)
-    if known is not None:
-        return known
-    path = Path(text)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        same_size = [name for name in MODELS if name.rpartition("-")[2] in text.lower().split("-")]
-        raise UserError(
-            f"{option} {text}: no known model{nearest(text.lower(), same_size or MODELS)} and no model directory or "
-            f"config.json; known: {', '.join(MODELS)}"
-        )
-    return _read_config(path, option)
-
-
-def _known(name: str) -> Config | None:
-    return MODELS.get(name.lower().removesuffix("-hf"))
+        ``option``: the option or setting with the text, for errors. Raises UserError with the nearest known names.
+        """
+        known = MODELS.get(text.lower().removesuffix("-hf"))
+        if known is not None:
+            return cls(known, {"init": known})
+        path = Path(text)
+        is_directory = path.is_dir()
+        if is_directory:
+            path = path / "config.json"
+        if not path.is_file():
+            same_size = [name for name in MODELS if name.rpartition("-")[2] in text.lower().split("-")]
+            raise UserError(
+                f"{option} {text}: no known model{nearest(text.lower(), same_size or MODELS)} and no model directory "
+                f"or config.json; known: {', '.join(MODELS)}"
+            )
+        config = _read_config(path, option)
+        return cls(config, {"path": text} if is_directory else {"init": config})
 
 
 def _read_config(path: Path, option: str) -> Config:
@@ -211,10 +232,10 @@ def _read_config(path: Path, option: str) -> Config:
         raise UserError(f"{option} {path}: not a JSON config ({error})") from None
     if not isinstance(config, dict) or not config.get("model_type"):
         raise UserError(f"{option} {path}: no Hugging Face config: it has no model_type")
-    if config["model_type"] not in KNOWN_FAMILIES:
+    if config["model_type"] not in Families.KNOWN:
         raise UserError(
             f"{option} {path}: sizes of {config['model_type']!r} cannot be read from its config; "
-            f"known families: {', '.join(KNOWN_FAMILIES)}"
+            f"known families: {', '.join(Families.KNOWN)}"
         )
     for key in dict.fromkeys((*_KEYS, *_OPTIONAL)):
         _check_size(config, key, f"{option} {path}")

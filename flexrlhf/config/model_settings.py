@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from flexrlhf.config.model_names import find_model
+from flexrlhf.config.model_names import FoundModel
 from flexrlhf.config.strict_model import StrictModel, optional_fields
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import UserError, shown
@@ -105,13 +105,8 @@ Zero = Literal[0, 1, 2, 3]
 Shard = Literal["all", "node"]
 ContextParallel = Literal["auto", "ulysses", "ring"]
 RouterReplay = Literal["none", "compare", "rollout"]
-NO_REPLAY: RouterReplay = "none"
-OF_ROUTERS = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate")
-"""Settings of training the routers of a model with experts."""
 Head = Literal["causal", "scalar", "both"]
 """Outputs of a model: logits over the vocabulary, one number for each token, or both on one trunk."""
-SMALL_LOGITS_MB = 64.0
-"""Size on CPUs and on devices of unknown memory."""
 
 
 def _named_config(value: Any) -> Any:
@@ -119,7 +114,7 @@ def _named_config(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return find_model(value, "init")
+        return FoundModel.find(value, "init").config
     except UserError as error:
         raise ValueError(str(error).removeprefix("init ")) from None
 
@@ -129,6 +124,18 @@ ModelConfig = Annotated[dict[str, Any], BeforeValidator(_named_config, json_sche
 
 class ModelSpec(StrictModel):
     """One role: its weights, the engine that runs it and how it is trained."""
+
+    OF_ROUTERS: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate")
+    """Settings of training the routers of a model with experts."""
+    SMALL_LOGITS_MB: ClassVar[float] = 64.0
+    """Size on CPUs and on devices of unknown memory."""
+    OF_TRAINING: ClassVar[tuple[str, ...]] = (
+        *("optimizer", "lora", "activation_checkpointing", "offload_activations", "offload_optimizer", "shadow"),
+        *OF_ROUTERS,
+    )
+    """Settings of ``models.all`` that a role which is not trained does not take."""
+    PASS_SETTINGS: ClassVar[tuple[str, ...]] = ("micro_batch_tokens", "pack_texts", "share_prompts", "tiled_mlp")
+    """Settings by which passes are composed; of a reference that has none, the actor's."""
 
     path: UserPath | None = Field(
         None, description="Hugging Face model directory, or a name on the Hub; null: see ModelsSpec"
@@ -179,7 +186,7 @@ class ModelSpec(StrictModel):
         "tokens to each other (torch)",
     )
     router_replay: RouterReplay = Field(
-        NO_REPLAY,
+        "none",
         description="of an actor with experts: rollout: log-probs and training use the experts that generation chose "
         "for a token (R3); compare: they are recorded, to report how often training chooses others (torch)",
     )
@@ -274,9 +281,14 @@ class ModelSpec(StrictModel):
         return self.share_prompts and not self.retokenize
 
     @property
+    def has_replay(self) -> bool:
+        """Whether the experts that generation chose are recorded."""
+        return self.router_replay != "none"
+
+    @property
     def logits_at_a_time(self) -> int:
         """Logits, in float32, that ``logits_mb`` has room for."""
-        return int((self.logits_mb or SMALL_LOGITS_MB) * 1e6 / 4)
+        return int((self.logits_mb or self.SMALL_LOGITS_MB) * 1e6 / 4)
 
     def is_ring(self, heads: int) -> bool:
         """Whether keys and values travel around the context-parallel ranks of a model with so many query heads."""
@@ -342,13 +354,6 @@ class ShadowSpec(_OfShadow, StrictModel):  # type: ignore[misc]
 ModelSpec.model_rebuild()  # its shadow is of this class
 
 
-OF_TRAINING = (
-    *("optimizer", "lora", "activation_checkpointing", "offload_activations", "offload_optimizer", "shadow"),
-    *OF_ROUTERS,
-)
-"""Settings of ``models.all`` that a role which is not trained does not take."""
-PASS_SETTINGS = ("micro_batch_tokens", "pack_texts", "share_prompts", "tiled_mlp")
-"""Settings by which passes are composed; of a reference that has none, the actor's."""
 _OF_ONE_ROLE = {
     **dict.fromkeys(("path", "init", "router_replay"), "actor"),
     "share": "ref",
@@ -370,13 +375,12 @@ def _over_all(own: Any, shared: dict[str, Any]) -> Any:
     return {**shared, **own, **sections}
 
 
-FURTHER_MODELS = ("reward_", "cost_", "critic_", "ref_")
-"""Prefixes of further models, whose names a user chooses."""
+_FURTHER = ("reward_", "cost_", "critic_", "ref_")
 
 
 def _named_models(schema: dict[str, Any]) -> None:
     """Allow in a JSON Schema the further models whose names begin as they must, and no others."""
-    schema["patternProperties"] = {f"^({'|'.join(FURTHER_MODELS)})": schema["additionalProperties"]}
+    schema["patternProperties"] = {f"^({'|'.join(_FURTHER)})": schema["additionalProperties"]}
     schema["additionalProperties"] = False
 
 
@@ -387,6 +391,9 @@ class ModelsSpec(StrictModel):
     Further reward and cost models have names of their own (``reward_...``, ``cost_...``), to which a source of
     ``reward`` or ``cost`` refers; a graph of one's own may have any (``critic_...``, ``ref_...``, too).
     """
+
+    FURTHER: ClassVar[tuple[str, ...]] = _FURTHER
+    """Prefixes of further models, whose names a user chooses."""
 
     model_config = ConfigDict(extra="allow", frozen=True, json_schema_extra=_named_models)
     __pydantic_extra__: dict[str, ModelSpec] = Field(init=False)
@@ -408,7 +415,7 @@ class ModelsSpec(StrictModel):
     def _names_are_words(cls, value: Any) -> Any:
         """Refuse names with other characters: a dot separates a role from its shadow, and names become directories."""
         for key in value if isinstance(value, dict) else ():
-            if str(key).startswith(FURTHER_MODELS) and not re.fullmatch(r"[A-Za-z0-9_-]+", str(key)):
+            if str(key).startswith(_FURTHER) and not re.fullmatch(r"[A-Za-z0-9_-]+", str(key)):
                 word = re.sub(r"[^A-Za-z0-9_-]+", "_", str(key))
                 raise ValueError(f"{shown(key)}: a model's name has letters, digits, _ and - alone; use {word}")
         return value
@@ -434,7 +441,7 @@ class ModelsSpec(StrictModel):
 
     @classmethod
     def _is_known(cls, key: str) -> bool:
-        return super()._is_known(key) or key.startswith(FURTHER_MODELS)
+        return super()._is_known(key) or key.startswith(_FURTHER)
 
     def __iter__(self) -> Generator[tuple[str, Any]]:
         """Yield roles and their models; ``all`` is no role."""

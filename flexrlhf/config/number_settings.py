@@ -10,17 +10,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from flexrlhf.config.algorithms.ppo import AcShareSpec
-from flexrlhf.config.model_settings import OF_ROUTERS
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
-from flexrlhf.config.spec import Spec
 from flexrlhf.errors import shown
+
+if TYPE_CHECKING:
+    from flexrlhf.config.spec import Spec
 
 OF_RUN = frozenset({"algorithm", "data", "reward", "cost", "environment", "eval", "seed"})
 OF_MODELS = frozenset(
-    {"path", "init", "share", "lora", "optimizer", "retokenize", "max_text_tokens", "router_replay", *OF_ROUTERS}
+    {
+        "path",
+        "init",
+        "share",
+        "lora",
+        "optimizer",
+        "retokenize",
+        "max_text_tokens",
+        "router_replay",
+        *ModelSpec.OF_ROUTERS,
+    }
 )
 """Settings of each model."""
 HOW_SCORED = frozenset(
@@ -46,21 +58,28 @@ class SettingDifference:
     first: Any
     second: Any
 
+    @classmethod
+    def between(cls, first: Any, second: Any, key: str = "") -> Iterator[Self]:
+        """Yield the deepest settings of two nested mappings that differ; a mapping that only one has is one setting."""
+        pairs = _pairs(first, second)
+        if pairs is None:
+            if not _is_same(key, first, second):
+                yield cls(key, first, second)
+            return
+        for name, (one, other) in pairs.items():
+            yield from cls.between(one, other, f"{key}.{name}" if key else name)
+
     def __str__(self) -> str:
         return f"{self.key} is {shown(self.first)} and {shown(self.second)}"
 
 
 def differing_settings(first: Spec, second: Spec) -> tuple[SettingDifference, ...]:
-    """Return the settings that numbers depend on and that differ, in the order of the YAML.
-
-    The specs are resolved (``Plan.spec``, or the ``config.yaml`` of a run), so that models that follow from others are
-    filled in.
-    """
+    """Return the settings of ``Spec.differences``."""
     one, other = number_settings(first), number_settings(second)
     if one["algorithm"]["name"] != other["algorithm"]["name"]:
         # their other settings are not comparable
         one["algorithm"], other["algorithm"] = ({"name": each["algorithm"]["name"]} for each in (one, other))
-    return tuple(nested_differences(one, other))
+    return tuple(SettingDifference.between(one, other))
 
 
 def number_settings(spec: Spec) -> dict[str, Any]:
@@ -100,18 +119,6 @@ def _shadows(spec: Spec) -> dict[str, bool]:
     return {f"{role}.shadow": False for role in graph.trained if copied and role not in copied}
 
 
-def type_changes(first: Spec, second: Spec) -> Iterator[tuple[str, str, str]]:
-    """Yield key and both values of each type of weights and passes that differs: results differ by their rounding."""
-    for role, model in second.models:
-        before = first.models.of(role)
-        if model is not None and before is not None:
-            for key, was, now in (("", before, model), (".shadow", before.of_shadow, model.of_shadow)):
-                if was.dtype != now.dtype:
-                    yield f"models.{role}{key}.dtype", was.dtype, now.dtype
-    if first.sync.dtype != second.sync.dtype:
-        yield "sync.dtype", str(first.sync.dtype), str(second.sync.dtype)
-
-
 def _rollout(spec: Spec) -> dict[str, Any]:
     """Return the settings of the rollout engine that numbers depend on: its noise, segments, and which copy of a shared
     trunk has values."""
@@ -123,17 +130,6 @@ def _rollout(spec: Spec) -> dict[str, Any]:
     if isinstance(spec.algorithm, AcShareSpec) and spec.most_stale:
         settings["engine"] = spec.rollout.engine
     return settings
-
-
-def nested_differences(first: Any, second: Any, key: str = "") -> Iterator[SettingDifference]:
-    """Yield the deepest settings of two nested mappings that differ; a mapping that only one has is one setting."""
-    pairs = _pairs(first, second)
-    if pairs is None:
-        if not _is_same(key, first, second):
-            yield SettingDifference(key, first, second)
-        return
-    for name, (one, other) in pairs.items():
-        yield from nested_differences(one, other, f"{key}.{name}" if key else name)
 
 
 def _pairs(first: Any, second: Any) -> dict[str, tuple[Any, Any]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -75,6 +76,11 @@ class ClusterSpec(StrictModel):
     def num_nodes(self) -> int:
         """Number of nodes; devices that are given as one number are on one."""
         return sum(node.count for node in self.nodes) if self.nodes else 1
+
+    @staticmethod
+    def node_keys() -> frozenset[str]:
+        """Return the keys of a node."""
+        return NodeSpec._keys()
 
     @property
     def num_devices(self) -> int:
@@ -178,7 +184,6 @@ class OperatorPlacement(_OfRole, PlacementEntry):  # type: ignore[misc]
 
 
 OperatorEntry = Annotated[OperatorPlacement, BeforeValidator(_entry, json_schema_input_type=OperatorPlacement | Exact)]
-PLACEMENT_SETTINGS = ("train_share", "span_classes")
 
 
 class PlacementMap(BaseModel):
@@ -188,6 +193,9 @@ class PlacementMap(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ("train_share", "span_classes")
+    """Settings that stand next to the models."""
 
     models: dict[str, Entry]
     operators: dict[str, OperatorEntry] | None = Field(
@@ -207,13 +215,18 @@ class PlacementMap(BaseModel):
         schema.pop("required")
         return schema
 
+    @classmethod
+    def of_ranks(cls, ranks: Mapping[str, tuple[int, ...]]) -> Self:
+        """Return the placement of models on these ranks."""
+        return cls(models={name: PlacementEntry(ranks=own) for name, own in ranks.items()})
+
     @model_validator(mode="before")
     @classmethod
     def _split_settings(cls, value: Any) -> Any:
         """Split a user's mapping into placed models and settings; our own code passes entries as ``models``."""
         if not isinstance(value, dict) or _holds_entries(value.get("models")):
             return value
-        settings = {key: value[key] for key in (*PLACEMENT_SETTINGS, "operators") if key in value}
+        settings = {key: value[key] for key in (*cls.SETTINGS, "operators") if key in value}
         models = {key: entry for key, entry in value.items() if key not in settings}
         if settings.get("operators") is not None:
             others = [*models, *(["train_share"] if settings.get("train_share") is not None else [])]
@@ -221,9 +234,7 @@ class PlacementMap(BaseModel):
                 raise ValueError(f"operators and {others[0]} exclude each other: remove {', '.join(others)}")
         for key, entry in models.items():
             if isinstance(entry, bool):
-                raise ValueError(
-                    f"{key}: expected a ratio, found {shown(entry)}{nearest(str(key), PLACEMENT_SETTINGS)}"
-                )
+                raise ValueError(f"{key}: expected a ratio, found {shown(entry)}{nearest(str(key), cls.SETTINGS)}")
         return {"models": models, **settings}
 
 

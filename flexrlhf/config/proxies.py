@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
-from flexrlhf.config.secrets import has_port, without_secrets
+from flexrlhf.config.secrets import expanded_url, has_port, without_secrets
 from flexrlhf.errors import UserError
 
 EXTRA = "flexrlhf[socks]"
@@ -46,12 +47,37 @@ class Proxy:
         return f"{self.variable} {without_secrets(self.url)}"
 
 
-def proxy_of(url: str) -> Proxy | None:
-    """Return the proxy of requests to ``url``; None: they are sent directly. Raises UserError for an unusable one."""
-    parts = urlsplit(url)
-    if not parts.hostname or is_near(parts.hostname) or _is_exempt(parts, _exempt()):
-        return None
-    return next(filter(None, map(_proxy, (parts.scheme, "all"))), None)
+@dataclass(frozen=True)
+class Address:
+    """Address of a service.
+
+    url:  with the values of the variables that it names
+    """
+
+    url: str
+
+    @classmethod
+    def expanded(cls, url: str, key: str) -> Self:
+        """Return an address that may name variables. ``key``: its place. Raises UserError for one that is not set."""
+        return cls(expanded_url(url, key))
+
+    @property
+    def has_port(self) -> bool:
+        """Whether its port can exist."""
+        return has_port(self.url)
+
+    def proxy(self) -> Proxy | None:
+        """Return the proxy of requests to it; None: they are sent directly. Raises UserError for an unusable one."""
+        parts = urlsplit(self.url)
+        if not parts.hostname or is_near(parts.hostname) or _is_exempt(parts, _exempt()):
+            return None
+        return next(filter(None, map(_proxy, (parts.scheme, "all"))), None)
+
+    def unreachable(self) -> str:
+        """Return the end of a message about a connection to it that failed: the proxy that it has, if it has one."""
+        proxy = self.proxy()
+        host = urlsplit(self.url).hostname
+        return "" if proxy is None else f", through the proxy of {proxy}; NO_PROXY={host} does without it"
 
 
 def check_proxies() -> None:
@@ -66,13 +92,6 @@ def check_certificates() -> None:
         path = os.environ.get(name)
         if path and not os.access(path, os.R_OK):
             raise UserError(f"{name}: {path} cannot be read; unset it, or name the certificates of this machine")
-
-
-def unreachable(url: str) -> str:
-    """Return the end of a message about a connection to ``url`` that failed: the proxy that it has, if it has one."""
-    proxy = proxy_of(url)
-    host = urlsplit(url).hostname
-    return "" if proxy is None else f", through the proxy of {proxy}; NO_PROXY={host} does without it"
 
 
 def is_near(host: str) -> bool:

@@ -22,6 +22,11 @@ class _WeightedSource(StrictModel):
     """Settings of every source. The score of a response is the weighted sum over the sources."""
 
     weight: float = Field(1.0, description="factor of this source's scores in the sum")
+
+    def predicted_seconds(self, rows: int) -> float:
+        """Time of the calls for ``rows`` responses; a model is no call."""
+        return 0.0
+
     level: Level = "answer"
 
 
@@ -57,6 +62,16 @@ class _CalledSource(_WeightedSource):
     batch_size: int = Field(16, ge=1, description="responses of one call")
     seconds: float = Field(0.0, ge=0, description="time of one call that simulate and advise assume")
 
+    @property
+    def num_together(self) -> int:
+        """Calls that are made at a time."""
+        return 1
+
+    def predicted_seconds(self, rows: int) -> float:
+        """Time of the calls for ``rows`` responses, in rounds of as many calls as are made at a time."""
+        calls = -(-rows // self.batch_size)
+        return -(-calls // self.num_together) * self.seconds
+
 
 class FunctionSource(_LevelledSource, _CalledSource):
     """Python function of the user, called in worker processes: a call that hangs or crashes costs its scores only.
@@ -74,6 +89,10 @@ class FunctionSource(_LevelledSource, _CalledSource):
     )
     timeout_seconds: float = Field(10.0, ge=LEAST_SECONDS, description="limit of one call; its worker is then ended")
     workers: int = Field(1, ge=1, le=1024, description="worker processes of one rank")
+
+    @property
+    def num_together(self) -> int:
+        return self.workers
 
 
 class ServiceSource(_LevelledSource, _CalledSource):
@@ -98,6 +117,10 @@ class ServiceSource(_LevelledSource, _CalledSource):
         default_factory=dict,
         description="further headers of each request; ${NAME} is an environment variable's value, here and in url",
     )
+
+    @property
+    def num_together(self) -> int:
+        return self.concurrency
 
     @model_validator(mode="after")
     def _urls_are_http(self) -> Self:
@@ -150,8 +173,6 @@ def _kind(value: Any) -> str | None:
     return next((kind for kind in KINDS if hasattr(value, kind)), None)
 
 
-ExternalSource = FunctionSource | ServiceSource | RuleSource
-"""A source that is no model."""
 RewardSource = Annotated[
     Annotated[ModelSource, Tag("model")]
     | Annotated[FunctionSource, Tag("function")]

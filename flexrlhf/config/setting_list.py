@@ -23,7 +23,7 @@ from flexrlhf.config.algorithms.reinforce import ReturnsSpec
 from flexrlhf.config.algorithms.supervised import PreferenceSpec
 from flexrlhf.config.model_settings import ModelsSpec
 from flexrlhf.config.output_settings import LOGGERS, LoggerSpec
-from flexrlhf.config.placement_settings import PLACEMENT_SETTINGS, OperatorPlacement, PlacementEntry, PlacementMap
+from flexrlhf.config.placement_settings import OperatorPlacement, PlacementEntry, PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import mappings, meaning, plain_text
 from flexrlhf.errors import UserError, nearest
@@ -95,7 +95,7 @@ def _below(
             continue
         seen.add(kind)
         if kind is PlacementMap:
-            yield _section("`placement`, as a mapping", path, kind, (*PLACEMENT_SETTINGS, "operators"))
+            yield _section("`placement`, as a mapping", path, kind, (*PlacementMap.SETTINGS, "operators"))
             yield _section("`placement.MODEL`", f"{path}.MODEL", PlacementEntry)
             yield _section("`placement.operators.OPERATOR`", f"{path}.operators.OPERATOR", OperatorPlacement)
             continue
@@ -266,10 +266,13 @@ def _is_same(part: str, given: str) -> bool:
     return part in (given, "ROLE", "MODEL", "OPERATOR")
 
 
-def format_sections(sections: Sequence[SettingSection], width: int) -> str:
-    """Return the settings as text of at most ``width`` columns, with each key on a line of its own."""
+def format_settings(text: str | None, width: int) -> str:
+    """Return the settings that ``text`` finds, of at most ``width`` columns, with each key on a line of its own.
+
+    ``text``: as in ``find_settings``. Raises UserError if it finds none.
+    """
     columns = max(NARROWEST, min(width, WIDEST))
-    return "\n".join(line for section in sections for line in _lines(section, columns)).rstrip()
+    return "\n".join(line for section in find_settings(text) for line in _lines(section, columns)).rstrip()
 
 
 def _lines(section: SettingSection, width: int) -> Iterator[str]:

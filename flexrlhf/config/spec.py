@@ -5,36 +5,37 @@ All classes are frozen and refuse unknown keys with the nearest valid one. ``spe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, ValidationError, model_validator
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, check_positive
 from flexrlhf.config.engines import all_engines, facts_of
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import Dtype, LoraSpec, ModelSpec, ModelsSpec
+from flexrlhf.config.number_settings import SettingDifference, differing_settings
 from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, GuardsSpec, PluginLogger, SamplesSpec, SaveSpec
 from flexrlhf.config.placement_settings import ClusterSpec, OperatorPlacement, PlacementMap
 from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.ratio_vector import Exact, read_vector, vector_schema
 from flexrlhf.config.reward_sources import Sources
 from flexrlhf.config.secrets import check_settings
+from flexrlhf.config.spec_problems import first_problem, written_in
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
-from flexrlhf.errors import either, shown
+from flexrlhf.config.written_settings import written_settings
+from flexrlhf.config.yaml_io import write_yaml
+from flexrlhf.errors import UserError, either, shown
 from flexrlhf.operators.columns import LONGER, Lengths
 
 LEAST_BLOCKS = 8
 """Blocks of a small mini-batch: as many as devices of a usual node."""
 BLOCK_TOKENS = 16384
 """Padded tokens of a block where a mini-batch has many: enough for passes that are not small."""
-MAX_LAG = 16
-"""Largest lag: systems that report one keep to 8 or fewer, and every batch in flight takes memory."""
-SMALL_BUCKET_MB = 48.0
-"""Size on CPUs and on devices of unknown memory."""
+_MAX_LAG = 16
 
 
 class ScheduleSpec(StrictModel):
@@ -57,7 +58,7 @@ class ScheduleSpec(StrictModel):
     lag: int = Field(
         0,
         ge=0,
-        le=MAX_LAG,
+        le=_MAX_LAG,
         description="batches that training is behind generation, by shadows or a rollout engine on ranks of its own: "
         "batch b is generated with the weights after sync.every * floor(max(0, b - lag) / sync.every) batches",
     )
@@ -65,6 +66,9 @@ class ScheduleSpec(StrictModel):
 
 class SyncSpec(StrictModel):
     """Transfer of a trained model's weights to its shadow or rollout engine."""
+
+    SMALL_BUCKET_MB: ClassVar[float] = 48.0
+    """Size on CPUs and on devices of unknown memory."""
 
     every: int = Field(1, ge=1, description="steps between two syncs")
     checksum: bool = Field(True, description="compare checksums of the weights on both sides")
@@ -91,7 +95,7 @@ class SyncSpec(StrictModel):
     @property
     def bucket_bytes(self) -> int:
         """Most bytes of buffers; to be saved, a larger tensor is gathered by itself."""
-        return int((self.bucket_mb or SMALL_BUCKET_MB) * 1e6)
+        return int((self.bucket_mb or self.SMALL_BUCKET_MB) * 1e6)
 
 
 class ParitySpec(StrictModel):
@@ -228,6 +232,11 @@ class RolloutSpec(StrictModel):
         return self
 
     @property
+    def has_own_parity(self) -> bool:
+        """Whether the comparison with the trainer is not the default one."""
+        return self.parity != ParitySpec()
+
+    @property
     def has_copy(self) -> bool:
         """Whether the engine has a copy of the actor's weights; transformers generates with the weights themselves."""
         return self.engine != "transformers"
@@ -261,18 +270,19 @@ class RolloutSpec(StrictModel):
         return is_asleep and self.cuda_graphs and bool(self.config.get(self.OFFLOADS_GRAPHS, True))
 
 
-MAX_DEVICES = 16384
-"""Most devices of a plan: planning takes half a millisecond for each."""
-MAX_PLANNED = 4096
-"""Most devices times chunks of a plan with several chunks: planning takes a millisecond for each."""
-MAX_CHUNKS = 128
-"""Most chunks: planning compares each with every other."""
-MAX_ROWS = 1_000_000
-"""Most rows of a step: a plan lists which row goes where."""
-
-
 class Spec(StrictModel):
     """One run."""
+
+    MAX_LAG: ClassVar[int] = _MAX_LAG
+    """Largest lag: systems that report one keep to 8 or fewer, and every batch in flight takes memory."""
+    MAX_DEVICES: ClassVar[int] = 16384
+    """Most devices of a plan: planning takes half a millisecond for each."""
+    MAX_PLANNED: ClassVar[int] = 4096
+    """Most devices times chunks of a plan with several chunks: planning takes a millisecond for each."""
+    MAX_CHUNKS: ClassVar[int] = 128
+    """Most chunks: planning compares each with every other."""
+    MAX_ROWS: ClassVar[int] = 1_000_000
+    """Most rows of a step: a plan lists which row goes where."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128, description="results go to runs/<name>")
     algorithm: Algorithm
@@ -368,16 +378,16 @@ class Spec(StrictModel):
     def _can_be_planned(self) -> Self:
         """Refuse sizes whose planning would take minutes or the machine's memory."""
         devices, chunks = self.cluster.num_devices, self.schedule.num_chunks
-        if devices > MAX_DEVICES:
-            raise ValueError(f"cluster: {devices} devices are more than a plan takes: use at most {MAX_DEVICES}")
-        most = max(1, min(MAX_CHUNKS, MAX_PLANNED // devices))
+        if devices > self.MAX_DEVICES:
+            raise ValueError(f"cluster: {devices} devices are more than a plan takes: use at most {self.MAX_DEVICES}")
+        most = max(1, min(self.MAX_CHUNKS, self.MAX_PLANNED // devices))
         if chunks > most:
             raise ValueError(
                 f"schedule.num_chunks {chunks} on {devices} devices are more than a plan takes: use at most {most}"
             )
         algorithm, segments = self.algorithm, self.num_segments
         rows = algorithm.num_prompts * algorithm.samples_per_prompt
-        if rows * segments > MAX_ROWS:
+        if rows * segments > self.MAX_ROWS:
             several = f" in {segments} segments each" if segments > 1 else ""
             raise ValueError(
                 f"algorithm: {algorithm.prompts_per_step} prompts_per_step are {rows} rows a step{several}, more than "
@@ -396,7 +406,7 @@ class Spec(StrictModel):
             f"rollout.{of_segments}": self.num_segments,
         }
         key, number = max(factors.items(), key=lambda item: item[1])
-        most = MAX_ROWS * number // rows
+        most = self.MAX_ROWS * number // rows
         if most < 2:
             return f"lower {' and '.join(name for name, each in factors.items() if each > 1)}"
         if of_segments in key and rollout.max_segments is None:
@@ -438,6 +448,52 @@ class Spec(StrictModel):
         """Return this spec with so many prompts a step."""
         algorithm = self.algorithm.model_copy(update={"prompts_per_step": prompts})
         return self.model_copy(update={"algorithm": algorithm})
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any], origin: str = "config", applied: Sequence[tuple[str, str]] = ()) -> Self:
+        """Validate a mapping. Raises UserError with one sentence for the deepest problem.
+
+        origin:   the file, for it.
+        applied:  overrides as they were written, each with its setting, for a problem of that setting.
+        """
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            problem = first_problem(error, cls)
+            raise UserError(f"{written_in(problem, applied) or origin}: {problem}") from None
+
+    def dump(self, short: bool = False) -> str:
+        """Return the resolved YAML: loading and planning it gives the same spec. ``short``: without settings that are
+        the default."""
+        return write_yaml(self.written(short))
+
+    def written(self, short: bool = False) -> dict[str, Any]:
+        """Return the mapping of ``dump``, which is also that of a JSON."""
+        return written_settings(self, short)
+
+    def differences(self, other: Spec) -> tuple[SettingDifference, ...]:
+        """Return the settings that numbers depend on and that differ, in the order of the YAML.
+
+        The specs are resolved (``Plan.spec``, or the ``config.yaml`` of a run), so that models that follow from others
+        are filled in.
+        """
+        return differing_settings(self, other)
+
+    def type_changes(self, later: Spec) -> Iterator[tuple[str, str, str]]:
+        """Yield key and both values of each type of weights and passes that differs: results differ by their
+        rounding."""
+        for role, model in later.models:
+            before = self.models.of(role)
+            if model is not None and before is not None:
+                for key, was, now in (("", before, model), (".shadow", before.of_shadow, model.of_shadow)):
+                    if was.dtype != now.dtype:
+                        yield f"models.{role}{key}.dtype", was.dtype, now.dtype
+        if self.sync.dtype != later.sync.dtype:
+            yield "sync.dtype", str(self.sync.dtype), str(later.sync.dtype)
+
+    def with_defaults(self, *sections: str) -> Self:
+        """Return this spec with the defaults of these sections."""
+        return self.model_copy(update={name: type(self).model_fields[name].default for name in sections})
 
     def with_models(self, models: Mapping[str, ModelSpec | None]) -> Self:
         """Return this spec with other settings of ``models``, by role; they are not validated."""

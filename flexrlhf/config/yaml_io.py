@@ -92,7 +92,14 @@ def read_settings(text: str) -> Any:
 
 
 def read_yaml(text: str, loader: type[_Loader] = _Loader) -> Any:
-    """Return the data of one document. Raises yaml.YAMLError."""
+    """Return the data of one document. Raises yaml.YAMLError with the problem and its place in one line."""
+    try:
+        return _read(text, loader)
+    except yaml.YAMLError as error:
+        raise yaml.YAMLError(_explained(error)) from None
+
+
+def _read(text: str, loader: type[_Loader]) -> Any:
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"it has {len(text)} characters, more than the {MAX_CHARACTERS} that any config needs")
     try:
@@ -133,7 +140,7 @@ def write_yaml(data: Any) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
 
 
-def explain(error: yaml.YAMLError) -> str:
+def _explained(error: yaml.YAMLError) -> str:
     """Return the problem and its place in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark

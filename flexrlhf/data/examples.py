@@ -7,6 +7,7 @@ Everything is a pure function of its arguments; whatever a user can mend raises 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,9 +24,12 @@ from flexrlhf.data.forms import PLAIN
 from flexrlhf.data.messages import Chat
 from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.data.text_example import TextExample
-from flexrlhf.data.text_rows import TextRows, read_text_rows
+from flexrlhf.data.text_rows import TextRows, further_bad
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
+
+_VARIES = re.compile(r"\d+|'[^']*'")
+"""Part of a sentence in which those of two rows may differ: a number, or a name."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,22 @@ class DataCounts:
         )
 
     @property
+    def reasons(self) -> dict[int, int]:
+        """First row with each reason → the number of rows that have it, but for names and numbers in it; the
+        most frequent first."""
+        first = dict[str, int]()
+        number = dict[int, int]()
+        for row, reason in self.bad.items():
+            known = first.setdefault(_VARIES.sub("", reason), row)
+            number[known] = number.get(known, 0) + 1
+        return dict(sorted(number.items(), key=lambda item: -item[1]))
+
+    @property
+    def further_bad(self) -> str:
+        """End of a sentence about the first bad row: the number of bad rows, if there is more than one."""
+        return further_bad(self.bad, self.num_rows)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all prompts and responses."""
         return sum(self.prompts) + sum(map(sum, self.responses))
@@ -127,12 +147,6 @@ class DataCounts:
     def num_cut(self) -> int:
         """Number of responses that are truncated, and so have no end token."""
         return sum(length > self.limits.max_response for length in self.kept_responses)
-
-
-def quantile(lengths: Sequence[int], share: float) -> int:
-    """Return the smallest of ``lengths`` that at least ``share`` of them do not exceed; 0 without any."""
-    ordered = sorted(lengths)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0
 
 
 @dataclass(frozen=True)
@@ -172,41 +186,42 @@ class LoadedExamples:
     examples: list[Example]
     counts: DataCounts
 
+    @classmethod
+    def load(
+        cls,
+        path: Path | str,
+        *,
+        form: str = "auto",
+        needs: Needs,
+        tokenizer: Tokenizer,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        long_prompts: LongPrompts = "error",
+        bad_rows: BadRows = "error",
+        with_columns: bool = False,
+        layout: RowLayout = PLAIN,
+        chat: ChatFormat = DEFAULT_CHAT,
+        rows: list[Row] | None = None,
+    ) -> LoadedExamples:
+        """Read and tokenise a data file, in file order, or ``rows`` that a program has made, which ``path`` names.
 
-def load_examples(
-    path: Path | str,
-    *,
-    form: str = "auto",
-    needs: Needs,
-    tokenizer: Tokenizer,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    long_prompts: LongPrompts = "error",
-    bad_rows: BadRows = "error",
-    with_columns: bool = False,
-    layout: RowLayout = PLAIN,
-    chat: ChatFormat = DEFAULT_CHAT,
-    rows: list[Row] | None = None,
-) -> LoadedExamples:
-    """Read and tokenise a data file, in file order, or ``rows`` that a program has made, which ``path`` names.
-
-    ``form="auto"`` takes the form of the first row for all rows. ``needs``: how many responses to keep: none, the
-    first, or two. Responses are truncated at ``max_response_tokens`` (eos counts). A prompt of more than
-    ``max_prompt_tokens`` (bos counts) raises UserError, is left out or truncated, as ``long_prompts`` says; so is, by
-    ``bad_rows``, a row that cannot be read. ``chat``: which rows a chat template renders.
-    """
-    path, limits = str(path), TokenLimits(max_prompt_tokens, max_response_tokens, long_prompts, bad_rows)
-    texts = read_text_rows(path, form, needs, layout, drops=bad_rows == "drop", rows=rows)
-    texts.check(path, bad_rows)
-    encoded = encode_rows(texts, RowEncoder(tokenizer, chat, max_response_tokens), stops=bad_rows == "error")
-    texts.check(path, bad_rows)
-    examples = [_example(row, texts.texts[number] if with_columns else None) for number, row in encoded.items()]
-    counts = DataCounts.of(texts, encoded, limits)
-    if limits.drops:
-        return LoadedExamples(_within_limit(examples, list(encoded), path, limits), counts)
-    is_left, bos = long_prompts == "truncate-left", next(iter(bos_in_front(tokenizer)), None)
-    shorter = [truncated(example.prompt, max_prompt_tokens, is_left, bos) for example in examples]
-    return LoadedExamples([replace(each, prompt=ids) for each, ids in zip(examples, shorter, strict=True)], counts)
+        ``form="auto"`` takes the form of the first row for all rows. ``needs``: how many responses to keep: none, the
+        first, or two. Responses are truncated at ``max_response_tokens`` (eos counts). A prompt of more than
+        ``max_prompt_tokens`` (bos counts) raises UserError, is left out or truncated, as ``long_prompts`` says; so is,
+        by ``bad_rows``, a row that cannot be read. ``chat``: which rows a chat template renders.
+        """
+        path, limits = str(path), TokenLimits(max_prompt_tokens, max_response_tokens, long_prompts, bad_rows)
+        texts = TextRows.read(path, form, needs, layout, drops=bad_rows == "drop", rows=rows)
+        texts.check(path, bad_rows)
+        encoded = encode_rows(texts, RowEncoder(tokenizer, chat, max_response_tokens), stops=bad_rows == "error")
+        texts.check(path, bad_rows)
+        examples = [_example(row, texts.texts[number] if with_columns else None) for number, row in encoded.items()]
+        counts = DataCounts.of(texts, encoded, limits)
+        if limits.drops:
+            return cls(_within_limit(examples, list(encoded), path, limits), counts)
+        is_left, bos = long_prompts == "truncate-left", next(iter(bos_in_front(tokenizer)), None)
+        shorter = [truncated(example.prompt, max_prompt_tokens, is_left, bos) for example in examples]
+        return cls([replace(each, prompt=ids) for each, ids in zip(examples, shorter, strict=True)], counts)
 
 
 def encode_rows(rows: TextRows, encoder: RowEncoder, stops: bool = False) -> dict[int, EncodedRow]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.user_paths import instead_of
-from flexrlhf.data.hub import HubName, cached_snapshot, download_snapshot, hub_name
+from flexrlhf.data.hub import HubName
 from flexrlhf.data.reasoning_tasks import is_installed, is_task, read_task
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.text import bytes_text
@@ -68,8 +68,8 @@ def is_present(path: Path | str) -> bool:
         return is_installed()
     if Path(path).exists() or _split_directory(str(path)) is not None:
         return True
-    name = None if str(path).endswith(ENDINGS) else hub_name(str(path))
-    return name is not None and cached_snapshot(name, "dataset") is not None
+    name = None if str(path).endswith(ENDINGS) else HubName.parse(str(path))
+    return name is not None and name.cached("dataset") is not None
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _read(text: str, drops: bool) -> list[Any]:
     if directory := _split_directory(text):
         return read_directory(*directory)
     if not path.is_file():
-        name = None if text.endswith(ENDINGS) else hub_name(text)
+        name = None if text.endswith(ENDINGS) else HubName.parse(text)
         if name is None:
             raise UserError(_no_file(path))
         return read_hub(name)
@@ -108,7 +108,7 @@ def _split_directory(text: str) -> tuple[Path, str | None] | None:
 def _no_file(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a directory, but none that save_to_disk of datasets has written; give a file in it"
-    return f"there is no data file {path}{instead_of(path, lambda other: other.name.endswith(ENDINGS))}"
+    return f"there is no data file {path}{instead_of(path, *ENDINGS)}"
 
 
 def json_type(value: object) -> str:
@@ -254,7 +254,7 @@ def read_hub(name: HubName) -> list[Any]:
     if len(name.parts) > 2:
         raise UserError(f"{':'.join((str(name), *name.parts))}: a data set's name is org/name:config:split at most")
     datasets = _library("datasets", str(name))
-    snapshot = cached_snapshot(name, "dataset") or download_snapshot(name, "dataset", "data")
+    snapshot = name.cached("dataset") or name.download("dataset", "data")
     config, split = (None, *name.parts)[-2:] if name.parts else (None, None)
     datasets.disable_progress_bars()
     try:

@@ -10,7 +10,7 @@ from flexrlhf.data.chat import ChatFormat
 from flexrlhf.data.encoding import EncodedRow, RowEncoder, Tokenizer, bos_in_front
 from flexrlhf.data.examples import DataCounts, TokenLimits, encode_rows, truncated
 from flexrlhf.data.row_layout import RowLayout
-from flexrlhf.data.text_rows import read_text_rows, spaced
+from flexrlhf.data.text_rows import TextRows, spaced
 from flexrlhf.operators.graph import Needs
 
 NUM_SAMPLES = 3
@@ -33,27 +33,28 @@ class Inspection:
     repeated_rows: int
     equal_pairs: int
 
+    @classmethod
+    def of(
+        cls,
+        path: str,
+        *,
+        form: str,
+        needs: Needs,
+        layout: RowLayout,
+        tokenizer: Tokenizer,
+        chat: ChatFormat,
+        limits: TokenLimits,
+        max_rows: int | None = None,
+    ) -> Inspection:
+        """Read and tokenise every row of a file, or ``max_rows`` evenly spaced ones.
 
-def inspect_rows(
-    path: str,
-    *,
-    form: str,
-    needs: Needs,
-    layout: RowLayout,
-    tokenizer: Tokenizer,
-    chat: ChatFormat,
-    limits: TokenLimits,
-    max_rows: int | None = None,
-) -> Inspection:
-    """Read and tokenise every row of a file, or ``max_rows`` evenly spaced ones.
-
-    Raises UserError for a file that cannot be read, and for one whose form is not known.
-    """
-    rows = read_text_rows(path, form, needs, layout, drops=limits.bad_rows == "drop", most=max_rows)
-    encoded = encode_rows(rows, RowEncoder(tokenizer, chat, sys.maxsize))
-    counts = DataCounts.of(rows, encoded, limits)
-    samples = _samples(encoded, limits, next(iter(bos_in_front(tokenizer)), None))
-    return Inspection(counts, samples, *_count_repeated(list(encoded.values()), rows.form != "text"))
+        Raises UserError for a file that cannot be read, and for one whose form is not known.
+        """
+        rows = TextRows.read(path, form, needs, layout, drops=limits.bad_rows == "drop", most=max_rows)
+        encoded = encode_rows(rows, RowEncoder(tokenizer, chat, sys.maxsize))
+        counts = DataCounts.of(rows, encoded, limits)
+        samples = _samples(encoded, limits, next(iter(bos_in_front(tokenizer)), None))
+        return cls(counts, samples, *_count_repeated(list(encoded.values()), rows.form != "text"))
 
 
 def _count_repeated(rows: Sequence[EncodedRow], has_prompts: bool) -> tuple[int, int, int]:

@@ -26,35 +26,44 @@ class SourceShare:
     num_examples: int
     parts: int = 1
 
+    @staticmethod
+    def whole_parts(weights: Sequence[Fraction]) -> list[int]:
+        """Return weights as the smallest whole numbers in the same proportion. Raises UserError for large ones."""
+        total = sum(weights)
+        shares = [weight / total for weight in weights]
+        block = lcm(*(share.denominator for share in shares))
+        if block > MAX_BLOCK:
+            # a weight may have hundreds of digits
+            parts = f"1/{block}" if block < 10**15 else f"less than 1/{10**15}"
+            raise UserError(
+                f"data.sources: weights {', '.join(f'{float(weight):g}' for weight in weights)} are parts of {parts} "
+                f"of the prompts, finer than 1/{MAX_BLOCK}; use rounder numbers such as 0.7 and 0.3"
+            )
+        return [int(share * block) for share in shares]
 
-def whole_parts(weights: Sequence[Fraction]) -> list[int]:
-    """Return weights as the smallest whole numbers in the same proportion. Raises UserError for large ones."""
-    total = sum(weights)
-    shares = [weight / total for weight in weights]
-    block = lcm(*(share.denominator for share in shares))
-    if block > MAX_BLOCK:
-        # a weight may have hundreds of digits
-        parts = f"1/{block}" if block < 10**15 else f"less than 1/{10**15}"
-        raise UserError(
-            f"data.sources: weights {', '.join(f'{float(weight):g}' for weight in weights)} are parts of {parts} of "
-            f"the prompts, finer than 1/{MAX_BLOCK}; use rounder numbers such as 0.7 and 0.3"
-        )
-    return [int(share * block) for share in shares]
 
-
-def mixed_indices(seed: int, step: int, num_prompts: int, shares: Sequence[SourceShare]) -> list[int]:
-    """Return the example indices of ``step``, of several sources by their shares: a pure function of its arguments.
+@dataclass(frozen=True)
+class DataOrder:
+    """Order of the examples of a run.
 
     The endless sequence of prompts consists of blocks in which each source has as many as it has parts, in an order of
     the block's own; which example of a source comes next is as in ``step_indices``. With one source they are the same.
     """
-    if len(shares) == 1:
-        return step_indices(seed, step, num_prompts, shares[0].num_examples)
-    starts = [sum(share.num_examples for share in shares[:index]) for index in range(len(shares))]
-    return [
-        starts[source] + _example(f"{seed}/source {source}", position, shares[source].num_examples)
-        for source, position in _source_positions(seed, step * num_prompts, num_prompts, shares)
-    ]
+
+    seed: int
+    shares: Sequence[SourceShare]
+
+    def indices(self, step: int, num_prompts: int) -> list[int]:
+        """Return the example indices of ``step``, of several sources by their shares: a pure function of its
+        arguments."""
+        seed, shares = self.seed, self.shares
+        if len(shares) == 1:
+            return step_indices(seed, step, num_prompts, shares[0].num_examples)
+        starts = [sum(share.num_examples for share in shares[:index]) for index in range(len(shares))]
+        return [
+            starts[source] + _example(f"{seed}/source {source}", position, shares[source].num_examples)
+            for source, position in _source_positions(seed, step * num_prompts, num_prompts, shares)
+        ]
 
 
 def _source_positions(seed: int, first: int, number: int, shares: Sequence[SourceShare]) -> list[tuple[int, int]]:

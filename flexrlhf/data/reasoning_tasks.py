@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from flexrlhf.config.code_loading import python_command
-from flexrlhf.config.yaml_io import explain, read_yaml
+from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, nearest, shown
 
 PREFIX = "reasoning-gym:"
@@ -80,7 +80,7 @@ def _setting(text: str, part: str) -> tuple[str, Any]:
     try:
         return name, read_yaml(value)
     except yaml.YAMLError as error:
-        raise UserError(f"{text}: the value of {name} is not YAML: {explain(error)}") from None
+        raise UserError(f"{text}: the value of {name} is not YAML: {error}") from None
 
 
 # --- the process that generates

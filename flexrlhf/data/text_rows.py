@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from flexrlhf.config.data_settings import BadRows
 from flexrlhf.data.files import Row, numbered_rows
@@ -23,9 +23,6 @@ from flexrlhf.data.text_example import TextExample
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.graph import Needs
 
-_VARIES = re.compile(r"\d+|'[^']*'")
-"""Part of a sentence in which those of two rows may differ: a number, or a name."""
-
 
 @dataclass(frozen=True)
 class TextRows:
@@ -42,6 +39,70 @@ class TextRows:
     texts: dict[int, TextExample]
     bad: dict[int, str]
 
+    @classmethod
+    def read(
+        cls,
+        path: str,
+        form: str,
+        needs: Needs,
+        layout: RowLayout,
+        *,
+        drops: bool = False,
+        rows: Sequence[Row] | None = None,
+        most: int | None = None,
+    ) -> Self:
+        """Read a file, all of its rows or ``most`` evenly spaced ones, or ``rows`` of a program.
+
+        drops:  whether lines that are no JSON are rows that cannot be read; else they raise UserError, as does a file
+                whose form is not known
+        """
+        found, bad = numbered_rows(path, drops) if rows is None else (dict(enumerate(rows, start=1)), {})
+        if not found:
+            first, reason = min(bad.items())
+            raise UserError(f"{path}, row {first}: {reason}")
+        form = _found_form(path, found, form, needs, layout, drops)
+        layout = replace(layout, makes_chats=any(gives_system(row, layout) for row in found.values()))
+        numbers, texts = sorted({*found, *bad}), dict[int, TextExample]()
+        read = [numbers[index] for index in spaced(len(numbers), len(numbers) if most is None else most)]
+        bad = {number: bad[number] for number in read if number in bad}
+        for number in read:
+            if number in found:
+                try:
+                    text = needed_text(found[number], form, needs, layout)
+                except UserError as error:
+                    bad[number] = str(error)
+                else:
+                    texts[number] = replace(text, columns=layout.all_columns(found[number]))
+        return cls(form, len(numbers), texts, bad)
+
+    @classmethod
+    def usable(
+        cls,
+        path: Path | str,
+        *,
+        form: str = "auto",
+        needs: Needs,
+        layout: RowLayout = PLAIN,
+        bad_rows: BadRows = "error",
+    ) -> list[TextExample]:
+        """Return the rows of a file as text. Raises UserError for one that cannot be read, unless it is dropped."""
+        rows = cls.read(str(path), form, needs, layout, drops=bad_rows == "drop")
+        rows.check(str(path), bad_rows)
+        return list(rows.texts.values())
+
+    @staticmethod
+    def has_responses(path: str, form: str, layout: RowLayout, bad_rows: BadRows) -> bool:
+        """Whether the first row of a file that can be read has a response. Raises UserError as ``usable``."""
+        found, _ = numbered_rows(path, bad_rows == "drop")
+        form = _found_form(path, found, form, "responses", layout, bad_rows == "drop")
+        for row in found.values():
+            try:
+                return has_response(row, form, layout)
+            except UserError:
+                if bad_rows != "drop":
+                    raise
+        return False
+
     def check(self, path: str, bad_rows: BadRows) -> None:
         """Raise UserError for a row that cannot be read, if none is left out; else if none is left."""
         if not self.bad or (bad_rows == "drop" and len(self.bad) < len({*self.texts, *self.bad})):
@@ -53,74 +114,6 @@ class TextRows:
 def further_bad(bad: Mapping[int, str], num_rows: int) -> str:
     """Return how many rows cannot be read, if there is more than one."""
     return f"; {len(bad)} of {num_rows} rows cannot be read" if len(bad) > 1 else ""
-
-
-def reasons(bad: Mapping[int, str]) -> dict[int, int]:
-    """Return the first row with each reason → the number of rows that have it, but for names and numbers in it; the
-    most frequent first."""
-    first = dict[str, int]()
-    number = dict[int, int]()
-    for row, reason in bad.items():
-        known = first.setdefault(_VARIES.sub("", reason), row)
-        number[known] = number.get(known, 0) + 1
-    return dict(sorted(number.items(), key=lambda item: -item[1]))
-
-
-def read_text_rows(
-    path: str,
-    form: str,
-    needs: Needs,
-    layout: RowLayout,
-    *,
-    drops: bool = False,
-    rows: Sequence[Row] | None = None,
-    most: int | None = None,
-) -> TextRows:
-    """Read a file, all of its rows or ``most`` evenly spaced ones, or ``rows`` of a program.
-
-    drops:  whether lines that are no JSON are rows that cannot be read; else they raise UserError, as does a file whose
-            form is not known
-    """
-    found, bad = numbered_rows(path, drops) if rows is None else (dict(enumerate(rows, start=1)), {})
-    if not found:
-        first, reason = min(bad.items())
-        raise UserError(f"{path}, row {first}: {reason}")
-    form = _found_form(path, found, form, needs, layout, drops)
-    layout = replace(layout, makes_chats=any(gives_system(row, layout) for row in found.values()))
-    numbers, texts = sorted({*found, *bad}), dict[int, TextExample]()
-    read = [numbers[index] for index in spaced(len(numbers), len(numbers) if most is None else most)]
-    bad = {number: bad[number] for number in read if number in bad}
-    for number in read:
-        if number in found:
-            try:
-                text = needed_text(found[number], form, needs, layout)
-            except UserError as error:
-                bad[number] = str(error)
-            else:
-                texts[number] = replace(text, columns=layout.all_columns(found[number]))
-    return TextRows(form, len(numbers), texts, bad)
-
-
-def read_texts(
-    path: Path | str, *, form: str = "auto", needs: Needs, layout: RowLayout = PLAIN, bad_rows: BadRows = "error"
-) -> list[TextExample]:
-    """Return the rows of a data file as text. Raises UserError for one that cannot be read, unless it is dropped."""
-    rows = read_text_rows(str(path), form, needs, layout, drops=bad_rows == "drop")
-    rows.check(str(path), bad_rows)
-    return list(rows.texts.values())
-
-
-def has_responses(path: str, form: str, layout: RowLayout, bad_rows: BadRows) -> bool:
-    """Whether the first row of a file that can be read has a response. Raises UserError as ``read_texts``."""
-    found, _ = numbered_rows(path, bad_rows == "drop")
-    form = _found_form(path, found, form, "responses", layout, bad_rows == "drop")
-    for row in found.values():
-        try:
-            return has_response(row, form, layout)
-        except UserError:
-            if bad_rows != "drop":
-                raise
-    return False
 
 
 def spaced(number: int, count: int) -> list[int]:

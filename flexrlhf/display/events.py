@@ -90,8 +90,32 @@ def load_event(line: str) -> Event:
     return kind(**raw)
 
 
-def discard(_: Event) -> None:
-    """Display nothing: ranks other than 0."""
+class EventSender:
+    """Sender of a rank's events to whatever displays them."""
+
+    def __init__(self, send: Send = lambda _: None) -> None:
+        """``send``: displays an event; by default nothing does, as on ranks other than 0."""
+        self._send = send
+
+    def begin_run(self, run: str, title: str, places: tuple[tuple[str, ...], ...], steps: int) -> None:
+        """Send ``RunBegins``."""
+        self._send(RunBegins(run, title, places, steps))
+
+    def do(self, run: str, what: str, step: int | None = None, rare: bool = True) -> None:
+        """Send ``Doing``."""
+        self._send(Doing(run, what, step, rare))
+
+    def note(self, run: str, text: str) -> None:
+        """Send ``Note``."""
+        self._send(Note(run, text))
+
+    def end_step(self, run: str, step: int, steps: int, row: Mapping[str, float]) -> None:
+        """Send ``StepDone``."""
+        self._send(StepDone(run, step, steps, row))
+
+    def end_run(self, run: str, next_step: int) -> None:
+        """Send ``RunEnds``."""
+        self._send(RunEnds(run, next_step))
 
 
 class EventFile:

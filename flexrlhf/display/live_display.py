@@ -95,18 +95,22 @@ DEFAULT_SIZE = (80, 24)
 
 
 @contextmanager
-def live_display(events_file: Path, what: str) -> Iterator[None]:
-    """Show the events that rank 0 appends to ``events_file``, and above them the output of all ranks.
+def live_display(events_file: Path, what: str) -> Iterator[bool]:
+    """Show the events that rank 0 appends to ``events_file``, and above them the output of all ranks, if stdout is a
+    terminal; yield whether it is.
 
     ``what``: is done before the first event.
     """
+    if not is_terminal():
+        yield False
+        return
     with captured_output() as (terminal, output):
         stop = threading.Event()
         arguments = (events_file, what, terminal, output, stop)
         thread = threading.Thread(target=_show, args=arguments, name="display", daemon=True)
         thread.start()
         try:
-            yield
+            yield True
         finally:
             stop.set()
             thread.join()

@@ -7,9 +7,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
-from flexrlhf.display.events import Doing, Event, Note, RunBegins, RunEnds, StepDone
-from flexrlhf.metrics import METRICS, Metric
+from flexrlhf.display.events import Doing, Event, EventFile, EventSender, Note, RunBegins, RunEnds, StepDone
+from flexrlhf.metrics import METRICS
 from flexrlhf.text import counted, span_of, table
 
 OF_TIME = "time_"
@@ -81,17 +82,19 @@ def shares_text(shares: Mapping[str, float]) -> str:
 
 def shown_metrics(row: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of training that are shown while it goes on."""
-    return _chosen(row, (m for m in METRICS if m.progress and not m.name.startswith(EVALUATION)))
+    return _chosen(row, (m.name for m in METRICS if m.progress and not m.name.startswith(EVALUATION)))
 
 
 def evaluation_text(row: Mapping[str, float]) -> str:
     """Return the metrics of the evaluation after the step, if any."""
-    return _pairs(_chosen(row, (m for m in METRICS if m.progress and m.name.startswith(EVALUATION))))
+    return _pairs(_chosen(row, (m.name for m in METRICS if m.progress and m.name.startswith(EVALUATION))))
 
 
 def problems_text(row: Mapping[str, float]) -> str:
     """Return the metrics that should be 0 and are not."""
-    return _pairs({name: value for name, value in _chosen(row, (m for m in METRICS if m.is_problem)).items() if value})
+    return _pairs(
+        {name: value for name, value in _chosen(row, (m.name for m in METRICS if m.is_problem)).items() if value}
+    )
 
 
 def restarts_text(rows: Sequence[Mapping[str, float]]) -> str:
@@ -101,8 +104,8 @@ def restarts_text(rows: Sequence[Mapping[str, float]]) -> str:
     return f"{counted(sum(numbers.values()), 'restart')} of rollout processes, in {steps}" if numbers else ""
 
 
-def _chosen(row: Mapping[str, float], metrics: Iterable[Metric]) -> dict[str, float]:
-    return {metric.name: row[metric.name] for metric in metrics if metric.name in row}
+def _chosen(row: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+    return {name: row[name] for name in names if name in row}
 
 
 def _pairs(values: Mapping[str, float]) -> str:
@@ -193,6 +196,8 @@ class PlainLines:
             self._write(f"{doing.run}: {where}{doing.what}: {duration(seconds)}")
 
 
-def print_plainly() -> PlainLines:
-    """Return a printer to stdout."""
-    return PlainLines(lambda text: print(text, flush=True), width_of_output())
+def open_events(file: Path | None) -> EventSender:
+    """Return the sender of rank 0's events: to a ``file`` that the launcher reads, or in lines to stdout."""
+    if file is not None:
+        return EventSender(EventFile(file))
+    return EventSender(PlainLines(lambda text: print(text, flush=True), width_of_output()))

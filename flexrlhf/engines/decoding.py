@@ -22,7 +22,7 @@ from flexrlhf.engines.router_replay import Routers
 from flexrlhf.engines.sampling import completes_stop, sample_tokens
 from flexrlhf.engines.slots import Slots
 from flexrlhf.engines.waves import Wave
-from flexrlhf.operators.columns import EXPERTS
+from flexrlhf.operators.columns import Column
 
 _DROP_SHARE = 0.25
 """Share of ended rows from which on copying the KV cache of the others pays off."""
@@ -171,7 +171,7 @@ class Decoding:
         if self._routers is None:
             return {}
         was_read = pad(text_mask[:, 1:], (0, 1)) * text_mask
-        return {EXPERTS: (self._experts * was_read[:, :, None, None]).flatten(1).view(torch.uint8)}
+        return {Column.EXPERTS: (self._experts * was_read[:, :, None, None]).flatten(1).view(torch.uint8)}
 
     def _in_slots(self, order: Tensor, num_rows: int) -> Iterator[bool]:
         """Decode the rows ``order``, each as soon as it has a slot."""

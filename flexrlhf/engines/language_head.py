@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear as linear_map
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.model_names import Families
 from flexrlhf.engines.base import EntropyUse
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def use_language_head(
     forward may do more after the head, such as a soft cap or a scale.
     """
     linear = getattr(model, "lm_head", None)
-    if model.config.model_type not in KNOWN_FAMILIES or not isinstance(linear, nn.Linear) or _has_bias(linear):
+    if model.config.model_type not in Families.KNOWN or not isinstance(linear, nn.Linear) or _has_bias(linear):
         return None
     head = LanguageHead(linear.weight, chunk_elements, group)
     head.train(linear.training)

@@ -25,7 +25,7 @@ from flexrlhf.memory.packed_rows import (
     PackedPass,
     Place,
 )
-from flexrlhf.operators.columns import EXPERTS
+from flexrlhf.operators.columns import Column
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def _laid_out(
         return copied_to(device, torch.from_numpy(values), settings.pins)
 
     expert_places = None
-    if EXPERTS in batch.columns:
+    if Column.EXPERTS in batch.columns:
         # of sequences that share tokens, the first one's; the last token of a sequence was never read
         read = (columns < length[:, None] - 1)[::-1]
         of_batch = (stored + np.arange(len(order))[:, None] * settings.lengths.total)[::-1][read]

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from flexrlhf.config.model_names import WITH_SINKS
+from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.engines.attention import BY_SEQUENCES
@@ -122,7 +122,7 @@ def settle(model: PreTrainedModel, placed: PlacedModel, pad_token_id: int | None
     model.config.architectures = [type(model).__name__]
     if TextPacking.has_lengths(model.config.model_type, placed.settings.attention):
         model.config._attn_implementation = BY_SEQUENCES
-    elif model.config.model_type in WITH_SINKS and placed.settings.attention == "auto":
+    elif model.config.model_type in Families.WITH_SINKS and placed.settings.attention == "auto":
         model.config._attn_implementation = SINK_ATTENTION
     if not placed.trained:
         model.requires_grad_(False)

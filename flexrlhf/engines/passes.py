@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Sampling, Totals, add_moments
 from flexrlhf.engines.context_parallel import own_part
 from flexrlhf.engines.decoding import Decoding
@@ -25,7 +25,7 @@ from flexrlhf.engines.readout import Computed, PassRequest, Readout
 from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.router_losses import RouterTotals
 from flexrlhf.engines.router_replay import MISMATCH, Routers, make_routers
-from flexrlhf.operators.columns import EXPERTS, Column
+from flexrlhf.operators.columns import Column
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Passes:
     @torch.no_grad()
     def _generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         lengths = self.readout.lengths
-        routers = None if self.settings.router_replay == NO_REPLAY else self.routers
+        routers = self.routers if self.settings.has_replay else None
         decoding = Decoding(self.model, batch, sampling, lengths.response, self.pass_settings, routers)
         num_rows = max(1, self.settings.generate_tokens // (lengths.prompt + lengths.response))
         calls = decoding.calls(num_rows)
@@ -108,7 +108,7 @@ class Passes:
         assert parts, "an optimizer step needs a loss"
         empty = torch.zeros(3, dtype=torch.float64, device=parts[0][0].rows.device)
         statistics: Moments = {name: empty for _, loss in parts for name in loss.statistics}
-        if self.routers is not None and any(EXPERTS in batch.columns for batch, _ in parts):
+        if self.routers is not None and any(Column.EXPERTS in batch.columns for batch, _ in parts):
             statistics[MISMATCH] = empty
         if self.routers is not None:
             self.routers.clear()

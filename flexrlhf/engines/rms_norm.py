@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.model_names import Families
 
 
 def use_own_norms(model: PreTrainedModel) -> None:
     """Have the norms of a family with Llama's compute float32 on CPUs by ``_Norm``; parameters stay as they are."""
-    if model.config.model_type in KNOWN_FAMILIES:
+    if model.config.model_type in Families.KNOWN:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = _Forward(module, module.forward)

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from flexrlhf.config.model_names import SERVED, WITH_SINKS
+from flexrlhf.config.model_names import Families
 
 _NAME = "apply_rotary_pos_emb"
 
@@ -25,7 +25,7 @@ _NAME = "apply_rotary_pos_emb"
 def use_own_rotation(model: PreTrainedModel) -> None:
     """Have attention of families that are built as Llama is turn float32 queries and keys on CPUs by ``_Rotation``."""
     # others turn pairs of neighbours, or a part of a head, or have half of the cosines
-    if model.config.model_type not in SERVED or model.config.model_type in WITH_SINKS:
+    if model.config.model_type not in Families.SERVED or model.config.model_type in Families.WITH_SINKS:
         return
     for module in model.modules():
         # without the wrapper by which transformers since 5.24 takes former names of arguments

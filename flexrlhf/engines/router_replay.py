@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Moments
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.router_biases import BiasController
 from flexrlhf.engines.router_losses import RouterLosses, RouterTotals, loss_coefficients
 from flexrlhf.engines.routing import routers_of, scores_of, weights_of
-from flexrlhf.operators.columns import EXPERTS, expert_item_bytes
+from flexrlhf.operators.columns import Column, expert_item_bytes
 
 MISMATCH = "router_mismatch"
 """Statistic of the (token, layer) pairs for which generation and the trainer's router choose other experts."""
@@ -159,7 +159,7 @@ class Routers:
         if piece.part is not None:
             places = places[:, piece.part.columns]
         places = places.flatten()
-        column = piece.batch[EXPERTS].view(self.dtype).view(-1, self.layers, self.top)
+        column = piece.batch[Column.EXPERTS].view(self.dtype).view(-1, self.layers, self.top)
         return _Recorded(column[places.clamp(min=0)], places >= 0)
 
     def _route(
@@ -194,7 +194,7 @@ def _sequences_of_tokens(piece: MicroBatch) -> Tensor:
 def make_routers(model: PreTrainedModel, settings: ModelSpec, is_trained: bool) -> Routers | None:
     """Return the routers of ``model``, whose tokens are counted if it is trained; None if nobody reads their choice."""
     routers = routers_of(model)
-    is_read = is_trained or settings.router_replay != NO_REPLAY
+    is_read = is_trained or settings.has_replay
     # a compiled layer would be interrupted at each router
     if not (routers and is_read) or settings.compile:
         return None

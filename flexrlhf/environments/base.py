@@ -73,14 +73,14 @@ class EpisodeCall:
     replied: tuple[str, ...] = ()
     is_ended: bool = False
 
+    def ends_with(self, reply: EpisodeReply) -> bool:
+        """Whether no call of the episode follows after its ``reply``."""
+        return self.is_last or self.is_ended or reply.is_done or reply.failure is not None
+
     @property
     def number(self) -> int:
         """Number of the call in its episode; 0 is the reset."""
         return len(self.turns) + self.is_ended
-
-    def ends_with(self, reply: EpisodeReply) -> bool:
-        """Return whether no call of the episode follows ``reply``."""
-        return self.is_last or self.is_ended or reply.is_done or reply.failure is not None
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from flexrlhf.user_code.call_failures import CallFailed, CallFailure
 from flexrlhf.user_code.deadline import Deadline
 from flexrlhf.user_code.process_directories import process_directory
 from flexrlhf.user_code.processes import WorkerContext, end_processes
-from flexrlhf.user_code.worker_process import Worker, loaded
+from flexrlhf.user_code.worker_process import Worker
 
 Key = tuple[int, int]
 EARLIER = (-1, -1)
@@ -179,7 +179,7 @@ class EpisodeProcess:
         if self._load_failure is not None:
             return self._load_failure
         try:
-            found = loaded(self._started(), partial(load, self._setup), deadline)
+            found = self._started().load(partial(load, self._setup), deadline)
         except CallFailed as error:
             self._end()
             if error.failure.kind == "load timeout":

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from flexrlhf.config.code_loading import load_function
 from flexrlhf.config.plugins import SHIPPED, load_plugin
-from flexrlhf.config.proxies import proxy_of
-from flexrlhf.config.secrets import expanded_setting, expanded_url, has_port
+from flexrlhf.config.proxies import Address
+from flexrlhf.config.secrets import expanded_setting, expanded_url
 from flexrlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ def check_variables(settings: EnvironmentSpec) -> None:
     expanded_setting(settings.options, "environment.options")
     prefix, name = package_of(settings.path or "") or ("", "")
     if prefix == "openenv":
-        address = expanded_url(name, "environment.path")
-        if not (has_port(address) and urlsplit(address).hostname):
+        address = Address.expanded(name, "environment.path").url
+        if not (Address(address).has_port and urlsplit(address).hostname):
             raise UserError(
                 f"environment.path: expected an address such as openenv:http://localhost:8000, found {settings.path!r}"
             )
-        proxy_of(address)
+        Address(address).proxy()
 
 
 def load_environment(path: str) -> tuple[type, Callable[..., Any]]:

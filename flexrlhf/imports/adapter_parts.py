@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from flexrlhf.config.model_names import LLAMA_LIKE, MODELS
+from flexrlhf.config.model_names import MODELS, Families
 from flexrlhf.imports.expert_settings import has_experts
 from flexrlhf.imports.parts import names_of
 from flexrlhf.imports.settings import Setting
@@ -85,7 +85,7 @@ def _layers(names: Iterable[str]) -> Iterable[str]:
 def _is_plain(out: Translation, role: str) -> bool:
     """Whether a model is known by its name to have the linear layers of Llama."""
     init = out.value(f"models.{role}.init")
-    return init in MODELS and MODELS[init]["model_type"] in LLAMA_LIKE
+    return init in MODELS and MODELS[init]["model_type"] in Families.LLAMA_LIKE
 
 
 def _without(out: Translation, role: str, layers: Sequence[str], excluded: Setting | None) -> list[str] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.imports.translation import Translation
 from flexrlhf.plan.pipeline import make_plan
@@ -42,7 +42,7 @@ def _lacking(out: Translation) -> int | None:
         tree = out.tree()
         if tree.pop("epochs", None) is not None:
             tree["steps"] = MANY_STEPS
-        plan = make_plan(parse_spec(tree, out.file))
+        plan = make_plan(Spec.parse(tree, out.file))
     except UserError:
         return None
     rank = tightest_rank(plan)

@@ -10,8 +10,8 @@ import typer
 
 from flexrlhf.cli.errors import print_error
 from flexrlhf.cli.working import working
-from flexrlhf.config.spec_file import parse_spec
-from flexrlhf.config.user_paths import check_output
+from flexrlhf.config.output_path import OutputPath
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="shell script, YAML or Python file of another system")]
@@ -38,7 +38,7 @@ def import_(file: JobFile, output: Output = None, gpu_type: GpuType = None, var:
     from flexrlhf.placement.devices import DeviceClass
 
     if output is not None:
-        check_output(output, "--output", "my.yaml", is_imported, (file,))
+        OutputPath(output, "--output").check_file("my.yaml", is_imported, (file,))
     device_class = None if gpu_type is None else DeviceClass.find(gpu_type, "--gpu-type")
     given = dict(_pair(text) for text in var or ())
     with working(f"reading {file}"):
@@ -49,7 +49,7 @@ def import_(file: JobFile, output: Output = None, gpu_type: GpuType = None, var:
         output.write_text(found.text())
         typer.echo(f"{found.report()}\n\nwritten to {output}: flexrlhf plan {shlex.quote(str(output))}".lstrip())
     try:
-        parse_spec(found.tree(), file.name)
+        Spec.parse(found.tree(), file.name)
     except UserError as error:
         print_error(f"`flexrlhf plan` refuses this translation until it is mended: {error}")
 

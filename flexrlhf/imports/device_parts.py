@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flexrlhf.config.model_names import MODELS
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import MAX_DEVICES
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import DOT, Translation
@@ -53,8 +53,8 @@ def put_cluster(out: Translation, machines: Sequence[tuple[int, int]], *sources:
     Raises UserError for more devices than a plan takes.
     """
     total = sum(count * devices for count, devices in machines)
-    if total > MAX_DEVICES:
-        raise UserError(f"{out.file}: {total} devices are more than a plan takes: at most {MAX_DEVICES}")
+    if total > Spec.MAX_DEVICES:
+        raise UserError(f"{out.file}: {total} devices are more than a plan takes: at most {Spec.MAX_DEVICES}")
     name, origin = out.devices or (None, None)
     nodes = [{"count": count, "devices": devices} | ({"class": name} if name else {}) for count, devices in machines]
     out.put("cluster.nodes", nodes, *sources, origin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flexrlhf.config.model_names import LLAMA_LIKE, MODELS
+from flexrlhf.config.model_names import MODELS, Families
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.imports.device_parts import num_training
 from flexrlhf.imports.settings import JobSettings, Setting
@@ -22,7 +22,7 @@ UNKNOWN = "the model's experts are not known by its name: router_aux_loss_coef, 
 def has_experts(out: Translation) -> bool:
     """Whether the trained model is known by its name to have experts."""
     init = out.value("models.actor.init")
-    return init in MODELS and MODELS[init]["model_type"] not in LLAMA_LIKE
+    return init in MODELS and MODELS[init]["model_type"] not in Families.LLAMA_LIKE
 
 
 def put_expert_ranks(out: Translation, setting: Setting | None) -> None:

@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.model_names import SERVED, STAGED, named_sizes
-from flexrlhf.config.presets.filling import PEERS, trainer_of
-from flexrlhf.config.presets.table import MiniBatchesOf, WarmUp
+from flexrlhf.config.model_names import Families, FoundModel
+from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.errors import UserError
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
@@ -22,12 +21,6 @@ SCHEDULES = ("constant", "linear", "cosine")
 PAIRS = ("dpo", "reward", "orpo", "simpo")
 """Algorithms whose rows are two sequences."""
 CUT = "a cut distribution needs importance weights here: algorithm.importance"
-
-
-def sizes_of(peer: str, algorithm: str) -> dict[str, Any]:
-    """Return the algorithm's settings in a preset; of mini-batches the size."""
-    cells = {cell.key.removeprefix("algorithm."): cell.value for cell in trainer_of(peer, algorithm).cells}
-    return {key: value.size if isinstance(value, MiniBatchesOf) else value for key, value in cells.items()}
 
 
 def put_name(out: Translation, peer: str, name: str, *sources: Setting | str | None) -> None:
@@ -82,7 +75,7 @@ def put_model(out: Translation, role: str, setting: Setting) -> None:
     name = str(setting.value)
     if _READS_IMAGES.search(name.rpartition("/")[2]):
         raise UserError(f"{out.file}: {setting.key} {name} reads images or sound; flexrlhf trains models of text")
-    sizes = named_sizes(name)
+    sizes = FoundModel.named(name)
     if sizes is not None:
         out.put(f"models.{role}.init", sizes, setting, "by its sizes", f"to train it: path: {name}")
         return
@@ -95,7 +88,7 @@ def check_families(out: Translation) -> None:
     served = [
         each for each in (out.value("models.all.engine"), out.value("rollout.engine")) if each in ("megatron", "vllm")
     ]
-    families = STAGED if "megatron" in served else SERVED
+    families = Families.STAGED if "megatron" in served else Families.SERVED
     for key in [key for key in out.lines if key.startswith("models.") and key.endswith(".path")]:
         name, source = out.lines[key]
         if served and key != "models.reward.path":
@@ -160,9 +153,8 @@ def put_optimizer(
 def _preset_share(out: Translation, role: str) -> float | None:
     """Return the share of a run that is the warm-up of a role in the preset that is written."""
     like, name = out.value("algorithm.like"), out.value("algorithm.name")
-    cells = PEERS[like].trainers[name].cells if like in PEERS and name in PEERS[like].trainers else ()
-    found = (cell.value for cell in cells if cell.key == f"models.{role}.optimizer.warmup_steps")
-    return next((each.share for each in found if isinstance(each, WarmUp)), None)
+    trainer = PEERS[like].trainers.get(name) if like in PEERS else None
+    return None if trainer is None else trainer.warm_up_share(role)
 
 
 def updates_of(out: Translation) -> int:

@@ -295,7 +295,7 @@ def translated(path: Path, device_class: str | None = None, given: Mapping[str, 
 
 def _text(path: Path) -> str:
     if not path.is_file():
-        raise UserError(f"import {path}: no such file{instead_of(path, lambda each: each.suffix in _ENDINGS)}")
+        raise UserError(f"import {path}: no such file{instead_of(path, *_ENDINGS)}")
     if path.stat().st_size > MAX_BYTES:
         raise UserError(f"import {path}: {path.stat().st_size} bytes are too many for a job file")
     try:

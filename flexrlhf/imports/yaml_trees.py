@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from flexrlhf.config.yaml_io import explain, read_yaml
+from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.imports.libraries import omega_conf
 from flexrlhf.imports.settings import MARK, check_number, flat
@@ -70,7 +70,7 @@ def read_tree(path: Path, known: dict[Path, Tree] | None = None, depth: int = 0)
     try:
         tree = read_yaml(path.read_text(encoding="utf-8-sig"))
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not YAML: {explain(error)}") from None
+        raise UserError(f"{path}: not YAML: {error}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a text file") from None
     if not isinstance(tree, dict):

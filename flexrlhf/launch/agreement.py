@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from flexrlhf.comm.store import Notice, await_keys
-from flexrlhf.config.job_secret import MAKE, job_secret, signed, verified
+from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.refusals import LISTEN_SECONDS, Refusals
 from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, probed_directories
@@ -83,8 +83,10 @@ def _judge(store: dist.Store, member: Member, plans: Sequence[Plan], terms: Term
     others, refusal = range(1, member.members), ""
     with probed_directories(plans, makes_probes=True) as directories:
         store.set("host", member.host)
-        store.set("directories", signed("directories", _DIRECTORIES.dump_json(tuple(directories)).decode()))
-        store.set("terms", signed("terms", terms.json))
+        store.set(
+            "directories", JobSecret.here().signed("directories", _DIRECTORIES.dump_json(tuple(directories)).decode())
+        )
+        store.set("terms", JobSecret.here().signed("terms", terms.json))
         notice = Notice(f"{member.name} compares settings, versions and files")
         verdicts = {f"verdict/{each}": f"{member.noun} {each}" for each in others}
         try:
@@ -121,10 +123,10 @@ def _compare(
         sides = Sides(f"{member.first} (host {store.get('host').decode()})", member.name)
         sharing = _compare_with_first(store, terms, sides, member.number)
         own, shares = sharing.problem, sharing.shares
-        if not own and not shares and not job_secret():
+        if not own and not shares and not JobSecret.here().value:
             own = (
                 f"runs: {plans[0].spec.runs} on {sides.other} is not that of {sides.first}; set runs: to a directory "
-                f"that all machines mount, or the same secret on all, by which they copy files: {MAKE}"
+                f"that all machines mount, or the same secret on all, by which they copy files: {JobSecret.MAKE}"
             )
         if not own and not shares:
             with probed_directories(plans, makes_probes=True) as mine:
@@ -143,8 +145,10 @@ def _compare(
 def _compare_with_first(store: dist.Store, terms: Terms, sides: Sides, number: int) -> Sharing:
     """Compare the terms and directories of this member with number 0's, if both have the same secret."""
     try:
-        directories = _DIRECTORIES.validate_json(verified("directories", store.get("directories").decode()))
-        first = Terms.of_json(verified("terms", store.get("terms").decode()))
+        directories = _DIRECTORIES.validate_json(
+            JobSecret.here().verified("directories", store.get("directories").decode())
+        )
+        first = Terms.of_json(JobSecret.here().verified("terms", store.get("terms").decode()))
     except UserError as error:
         return Sharing(False, f"{sides.other}: {error}")
     return first.compare_machine(terms, sides, directories, number)

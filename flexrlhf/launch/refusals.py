@@ -15,7 +15,7 @@ from socket import gethostname
 import torch.distributed as dist
 
 from flexrlhf.comm.store import Endpoint
-from flexrlhf.config.job_secret import job_secret, signed, verified
+from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.errors import RunStopped, UserError, one_line
 
 REFUSED = "refused"
@@ -54,7 +54,7 @@ def check_refused(store: dist.Store) -> None:
 
 def write_refusal(store: dist.Store, sentence: str) -> None:
     """Say to node 0 why this machine does not join."""
-    store.set(f"{REFUSAL}/{store.add(COUNT, 1)}", signed(REFUSAL, f"{gethostname()}\n{sentence}"))
+    store.set(f"{REFUSAL}/{store.add(COUNT, 1)}", JobSecret.here().signed(REFUSAL, f"{gethostname()}\n{sentence}"))
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Refusals:
             value = self.store.get(key).decode(errors="replace")
             host, _, words = value.partition("\n")[2].partition("\n")
             sentence = f"a machine that would join (host {host}) was refused: {words}"
-            if job_secret() and _is_signed(value):
+            if JobSecret.here().value and _is_signed(value):
                 raise UserError(sentence)
             line = f"flexrlhf: {sentence}; it has not the secret of this job, so node 0 waits for another"
             print(one_line(line), file=sys.stderr, flush=True)
@@ -79,7 +79,7 @@ class Refusals:
 
 def _is_signed(value: str) -> bool:
     try:
-        verified(REFUSAL, value)
+        JobSecret.here().verified(REFUSAL, value)
     except UserError:
         return False
     return True

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from flexrlhf.comm.store import Endpoint, Notice, await_keys
-from flexrlhf.config.job_secret import NO_SECRET, job_secret, signed, verified
+from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.refusals import LISTEN_SECONDS, agreement_store, check_refused, refuse_others, write_refusal
@@ -114,7 +114,7 @@ class NodeRendezvous(RendezvousHandler):
         if hosts.is_first_node:
             with made_secret(plans) as file:
                 offered = JOB_OFFER.dump_json(replace(offer, secret_file=file)).decode()
-                store.set(OFFER, signed(OFFER, offered))
+                store.set(OFFER, JobSecret.here().signed(OFFER, offered))
                 return agree(store, member, plans, make_terms, self._join_seconds)
         notice = Notice(f"{member.name} waits for {member.first}")
         await_keys(store, {OFFER: "node 0"}, self._join_seconds, notice, partial(check_refused, store))
@@ -224,9 +224,9 @@ def find_job(address: str, seconds: float) -> OpenJob:
         # as torch reports a store that is closed
         raise RunStopped(f"{notice.what}: node 0 has ended before the job began") from error
     with found_secret(_secret_file(store)):
-        if not job_secret():
-            raise UserError(NO_SECRET)
-        return OpenJob(JOB_OFFER.validate_json(verified(OFFER, store.get(OFFER).decode())), store)
+        if not JobSecret.here().value:
+            raise UserError(JobSecret.NO_SECRET)
+        return OpenJob(JOB_OFFER.validate_json(JobSecret.here().verified(OFFER, store.get(OFFER).decode())), store)
 
 
 def _secret_file(store: dist.Store) -> str:

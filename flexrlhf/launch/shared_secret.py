@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 
-from flexrlhf.config.job_secret import VARIABLE, job_secret
+from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.launch import shared_directories
 from flexrlhf.launch.lifetime import changed_environment
 from flexrlhf.launch.shared_directories import probed_directories
@@ -23,7 +23,7 @@ NAME = "secret"
 @contextmanager
 def made_secret(plans: Sequence[Plan]) -> Iterator[str]:
     """Set a secret for the body, on node 0, and yield its file; an empty name if there is a secret already."""
-    if job_secret():
+    if JobSecret.here().value:
         yield ""
         return
     with probed_directories(plans[:1], makes_probes=True) as (facts,):
@@ -34,15 +34,15 @@ def made_secret(plans: Sequence[Plan]) -> Iterator[str]:
         file, secret = Path(facts.path) / facts.probe / NAME, token_hex()
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
             opened.write(secret)
-        with changed_environment({VARIABLE: secret}):
+        with changed_environment({JobSecret.VARIABLE: secret}):
             yield str(file)
 
 
 @contextmanager
 def found_secret(file: str) -> Iterator[None]:
     """Set the secret in ``file``, which node 0 names, for the body, if this machine has none and finds it there."""
-    secret = _read(Path(file)) if file and not job_secret() else ""
-    with changed_environment({VARIABLE: secret} if secret else {}):
+    secret = _read(Path(file)) if file and not JobSecret.here().value else ""
+    with changed_environment({JobSecret.VARIABLE: secret} if secret else {}):
         yield
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from flexrlhf.display.live_display import is_terminal, live_display
+from flexrlhf.display.live_display import live_display
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped
 from flexrlhf.launch.agent import RankAgent
 from flexrlhf.launch.failures import Failure, FailureReporter
@@ -30,7 +30,7 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS, OWN, SHARED, RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
-from flexrlhf.signals import SAVING, Ending, StopSignal, check_stopped, end_by_another, handled, sentence_of
+from flexrlhf.signals import SAVING, Ending, StopSignal, handled
 from flexrlhf.text import counted
 from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
 from flexrlhf.user_code.process_directories import process_directory
@@ -93,12 +93,11 @@ def _displayed(events: Path, plan: Plan, hosts: Hosts) -> Iterator[list[str]]:
     what = f"starting {counted(plan.placement.num_ranks, 'rank')}"
     if not hosts.is_first_node:
         yield []
-    elif is_terminal():
-        with live_display(events, what):
-            yield [str(events)]
-    else:
-        print(what, flush=True)
-        yield []
+        return
+    with live_display(events, what) as is_shown:
+        if not is_shown:
+            print(what, flush=True)
+        yield [str(events)] if is_shown else []
 
 
 @contextmanager
@@ -107,8 +106,8 @@ def saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
 
     A second SIGTERM, and every other signal, ends the ranks at once.
     """
-    check_stopped()
-    end, silence_command = Ending(_end_of_ranks), end_by_another()
+    Ending.check_stopped()
+    end, silence_command = Ending(_end_of_ranks), Ending.silencer()
 
     def request(number: int, frame: FrameType | None) -> None:
         silence_command()
@@ -206,7 +205,7 @@ def _run_agent(agent: RankAgent, hosts: Hosts, reporter: FailureReporter) -> Non
 def end_between_attempts(stop: StopSignal, failure: str) -> Exception:
     """Return the end of a job by a signal after a ``failure``, before its ranks were started again."""
     kind = Preempted if stop.number in SAVING else Interrupted
-    return kind(sentence_of(stop.number, f"before the ranks were started again ({failure}); --resume goes on"))
+    return kind(StopSignal.sentence(stop.number, f"before the ranks were started again ({failure}); --resume goes on"))
 
 
 def _raise(cause: Failure | None, result: RunResult, reporter: FailureReporter) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from flexrlhf.config.number_settings import nested_differences
+from flexrlhf.config.number_settings import SettingDifference
 from flexrlhf.config.secrets import without_secrets
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import shown
 from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, look_for_probes
@@ -62,7 +61,7 @@ class Terms:
         return cls(
             nodes=nodes,
             restarts=restarts,
-            specs=tuple(dump_spec(plan.spec.with_device(device)) for plan in plans),
+            specs=tuple(plan.spec.with_device(device).dump() for plan in plans),
             versions=needed_versions(plans),
             sources={str(file.relative_to(_PACKAGE)): file_digest(file) for file in files},
             inputs=input_digests(plans),
@@ -151,7 +150,7 @@ def setting_difference(first: Terms, other: Terms, sides: Sides) -> str:
         sides.differ(each.key, _value(each.first), _value(each.second))
         for here, there in zip(first.specs, other.specs, strict=True)
         if here != there
-        for each in nested_differences(read_yaml(here), read_yaml(there))
+        for each in SettingDifference.between(read_yaml(here), read_yaml(there))
     ]
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return ", ".join(found[:MOST_NAMED]) + more

@@ -25,9 +25,9 @@ import torch
 
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World, open_world
-from flexrlhf.config.job_secret import signed, verified
-from flexrlhf.display.events import EventFile, Send, discard
-from flexrlhf.display.plain_lines import print_plainly
+from flexrlhf.config.job_secret import JobSecret
+from flexrlhf.display.events import EventSender
+from flexrlhf.display.plain_lines import open_events
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.failures import ErrorReport
 from flexrlhf.launch.rank_watch import RankWatch
@@ -77,10 +77,8 @@ def work(
             shares = stack.enter_context(begin(world))
             orders = _orders_of_first(orders, world, timeout_seconds)
         files = stack.enter_context(open_run_files(world, orders, shares, timeout_seconds))
-        send: Send = discard
-        if world.rank == 0:
-            send = print_plainly() if events_file is None else EventFile(events_file)
-        runs = RankRuns(world, files, stops, watch.over, send, time.time() - launched)
+        events = open_events(events_file) if world.rank == 0 else EventSender()
+        runs = RankRuns(world, files, stops, watch.over, events, time.time() - launched)
         if stop_file is None:
             stops.install_handlers()
         for index, order in enumerate(orders):
@@ -107,10 +105,10 @@ def needs_one_queue(orders: Sequence[RunOrder], rank: int) -> bool:
 def _orders_of_first(orders: Sequence[RunOrder], world: World, seconds: float) -> Sequence[RunOrder]:
     """Return rank 0's orders: a machine with directories of its own has not found the checkpoints."""
     if world.rank == 0:
-        world.store.set("orders", signed("orders", ORDERS.dump_json(orders).decode()))
+        world.store.set("orders", JobSecret.here().signed("orders", ORDERS.dump_json(orders).decode()))
         return orders
     world.wait_for(world.store, {"orders": "rank 0"}, "the orders of rank 0", seconds)
-    return ORDERS.validate_json(verified("orders", world.store.get("orders").decode()))
+    return ORDERS.validate_json(JobSecret.here().verified("orders", world.store.get("orders").decode()))
 
 
 def _continued(order: RunOrder, world: World) -> tuple[RunOrder, bool]:

@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flexrlhf.config.output_settings import MlflowSpec
-from flexrlhf.config.proxies import proxy_of
-from flexrlhf.config.secrets import expanded_url, has_port, without_secrets
+from flexrlhf.config.proxies import Address
+from flexrlhf.config.secrets import without_secrets
 from flexrlhf.errors import UserError
 from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, numbers, sample_table
 
@@ -26,7 +26,7 @@ MOST_PARAMETERS = 100
 
 def _uri(spec: MlflowSpec) -> str | None:
     """Return the server or database that is written, or that the environment names."""
-    written = expanded_url(spec.tracking_uri or "", "loggers.tracking_uri")
+    written = Address.expanded(spec.tracking_uri or "", "loggers.tracking_uri").url
     return written or os.environ.get("MLFLOW_TRACKING_URI")
 
 
@@ -49,8 +49,8 @@ class MlflowLogger:
         if not uri.startswith(("http://", "https://")):
             return
         parts, problem = urlsplit(uri), "it is no address"
-        if has_port(uri) and parts.hostname:
-            if proxy_of(uri) is not None:
+        if Address(uri).has_port and parts.hostname:
+            if Address(uri).proxy() is not None:
                 return
             try:
                 socket.create_connection((parts.hostname, parts.port or PORTS[parts.scheme]), CONNECT_SECONDS).close()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from flexrlhf.comm.store import own_address
 from flexrlhf.comm.world import World, cuda_backend, gpu_number, local_device
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.joined_rank import joined_rank
@@ -69,7 +69,7 @@ class Survey:
         if job.unreachable:
             return
         same = not any(host.terms.specs for host in job.hosts[1:])
-        plans = make_plans([parse_spec(read_yaml(text)) for text in self._host.terms.specs]) if same else []
+        plans = make_plans([Spec.parse(read_yaml(text)) for text in self._host.terms.specs]) if same else []
         network = Network(self._world_of_device(job), self._store, job.hosts, self._seconds)
         links = network.check_pairs() if self._world.size > 1 else []
         job = self._shared(replace(job, links=tuple(links)))

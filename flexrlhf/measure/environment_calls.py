@@ -8,17 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
-from flexrlhf.config.environment_settings import EnvironmentSpec, ToolFormat
-from flexrlhf.data.examples import Example
+from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.plan.plan import Plan
-from flexrlhf.user_code.call_failures import CallFailure
 from flexrlhf.user_code.deadline import Deadline
 
 MOST_EPISODES, MOST_TIMES = 64, 256
@@ -29,6 +27,9 @@ PER_PROCESS = 4
 """Episodes of a process that runs one after the other. One with ``async`` episodes has as many as in the run, since all
 share what an exchange with their process takes."""
 
+EpisodeStart = tuple[Mapping[str, Any], str]
+"""Columns of a prompt's row, and a text of the policy."""
+
 
 def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[EnvironmentTimes, ...]:
     """Return the times of the environment of each of ``plans``, in ``seconds`` for each, or for one turn.
@@ -38,31 +39,35 @@ def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[Environ
     found: dict[str, EnvironmentTimes] = {}
     for plan in plans:
         environment = plan.spec.environment
-        if environment is not None and environment.name not in found and (rows := plan.data.first_rows(MOST_EPISODES)):
+        if environment is not None and environment.name not in found and (rows := _rows(plan)):
             calls = [example_call(tool["function"], environment.tool_format) for tool in tool_schemas(environment)]
-            if calls and environment.tool_format in get_args(ToolFormat):
-                rows = [(example, calls[place % len(calls)]) for place, (example, _) in enumerate(rows)]
+            if calls and environment.has_known_format:
+                rows = [(columns, calls[place % len(calls)]) for place, (columns, _) in enumerate(rows)]
             together = plan.processes.most_episodes
             found[environment.name] = _measured(environment, rows, together, plan.spec.seed, seconds)
     return tuple(found.values())
 
 
+def _rows(plan: Plan) -> list[EpisodeStart]:
+    return [(example.columns, text) for example, text in plan.data.first_rows(MOST_EPISODES)]
+
+
 def _measured(
-    environment: EnvironmentSpec, rows: Sequence[tuple[Example, str]], together: int, seed: int, seconds: float
+    environment: EnvironmentSpec, rows: Sequence[EpisodeStart], together: int, seed: int, seconds: float
 ) -> EnvironmentTimes:
     """Run episodes of ``rows`` until the time is over. ``together``: ``async`` ones of a process at the same time."""
     episodes, end = Episodes(environment, environment.processes), time.monotonic() + seconds
     all_rows, rows = rows, rows[: PER_PROCESS * environment.processes]
     times: dict[bool, list[float]] = {True: [], False: []}
     around: list[float] = []
-    failures: list[CallFailure] = []
+    failures: list[str] = []
 
     def timed_replies(calls: Sequence[EpisodeCall], is_reset: bool) -> list[EpisodeReply]:
         """Return the replies to calls, whose times are kept."""
         began = time.monotonic()
         replies = episodes.replies(calls, Deadline.after(environment.timeout_seconds * len(calls)))
         took = time.monotonic() - began
-        failures.extend(reply.failure for reply in replies if reply.failure is not None)
+        failures.extend(reply.failure.text for reply in replies if reply.failure is not None)
         found = [reply.seconds for reply in replies if reply.failure is None]
         times[is_reset] += found
         if len(found) == len(calls):
@@ -96,7 +101,7 @@ def _measured(
     finally:
         episodes.close()
     if not times[False]:
-        reason = failures[0].text if failures else "its episodes end when they begin"
+        reason = failures[0] if failures else "its episodes end when they begin"
         raise UserError(f"environment {environment.name}: no reply could be measured: {reason}")
     return EnvironmentTimes(
         name=environment.name,
@@ -118,9 +123,9 @@ def example_call(function: Mapping[str, Any], form: str) -> str:
     return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': arguments})}</tool_call>"
 
 
-def _resets(rows: Sequence[tuple[Example, str]], step: int, seed: int) -> list[EpisodeCall]:
+def _resets(rows: Sequence[EpisodeStart], step: int, seed: int) -> list[EpisodeCall]:
     """Return the calls that begin the episodes of ``rows``."""
-    return [EpisodeCall((step, row), example.columns, seed + step + row) for row, (example, _) in enumerate(rows)]
+    return [EpisodeCall((step, row), columns, seed + step + row) for row, (columns, _) in enumerate(rows)]
 
 
 def _around(times: Sequence[float], took: float, processes: int, is_concurrent: bool) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexrlhf.config.job_secret import MAKE, job_secret
+from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.inputs import ordinary_cpu
 from flexrlhf.guideline.simulation.simulate import simulate
@@ -115,8 +115,8 @@ def check_directories(job: JobFacts) -> Check:
         return Check(name, "FAILS", seen, "set runs: to a directory that all machines mount, or to one that none does")
     if apart := job.directories.apart:
         other = f"{ranks_text(apart)} on machines with others, whose files are copied there"
-        if not job_secret():
-            advice = f"set runs: to a directory that all machines mount, or the same secret on all: {MAKE}"
+        if not JobSecret.here().value:
+            advice = f"set runs: to a directory that all machines mount, or the same secret on all: {JobSecret.MAKE}"
             return Check(name, "FAILS", f"{places} on node {first.node}; {other} with a secret, found none", advice)
         return Check(name, "ok", f"{places} on node {first.node}; {other}")
     return Check(name, "ok", f"{places} is read and written by all {len(job.ranks)} ranks")

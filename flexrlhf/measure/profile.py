@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.config.user_paths import check_output
-from flexrlhf.display.live_display import is_terminal, live_display
+from flexrlhf.config.output_path import OutputPath
+from flexrlhf.display.live_display import live_display
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes, share_below
 from flexrlhf.guideline.costs.measurements import (
     LinearTime,
@@ -54,7 +52,7 @@ def profile(
 
     Raises UserError, RankFailure or Interrupted; no process is left.
     """
-    check_output(path, "-o", "profile.json", are_measurements, inputs, makes_directories=True)
+    OutputPath(path, "-o").check_file("profile.json", are_measurements, inputs, makes_directories=True)
     # its processes load their libraries while models are checked
     with RankFactory.starting(is_copied=True) as factory:
         measurements = _measured(plans, command_plans, seconds, factory)
@@ -79,23 +77,13 @@ def _measured(
     with process_directory() as directory:
         request, output = directory / "request.json", directory / "profile.json"
         lengths = [asdict(length_sample(plan)) for plan in plans]
-        runs = [{"spec": dump_spec(plan.spec), **sample} for plan, sample in zip(measured_plans, lengths, strict=True)]
+        runs = [{"spec": plan.spec.dump(), **sample} for plan, sample in zip(measured_plans, lengths, strict=True)]
         most_tp = max(len(plan.cluster.ranks_on_node(node)) for plan in plans for node in range(plan.cluster.num_nodes))
         request.write_text(json.dumps({"runs": runs, "seconds": seconds, "most_tp": most_tp}))
         module = ["flexrlhf.measure.profile_rank", str(request), str(output)]
-        with _displayed(directory / "events.jsonl", ranks):
+        with live_display(directory / "events.jsonl", f"measuring with {counted(ranks, 'rank')}"):
             run_on_ranks(module, measured_plans[0], Hosts(), factory=factory)
         return read_measurements(output)
-
-
-@contextmanager
-def _displayed(events: Path, ranks: int) -> Iterator[None]:
-    """Show on a terminal for how long ``ranks`` ranks have measured, below their output."""
-    if not is_terminal():
-        yield
-        return
-    with live_display(events, f"measuring with {counted(ranks, 'rank')}"):
-        yield
 
 
 MAX_SPREAD = 0.4

@@ -20,7 +20,6 @@ from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import World
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
@@ -262,7 +261,7 @@ def main(request_file: str, path: str) -> None:
     """Measure the runs of a request file and write ``path``."""
     request = json.loads(Path(request_file).read_text())
     runs = request["runs"]
-    specs = [parse_spec(read_yaml(run["spec"])) for run in runs]
+    specs = [Spec.parse(read_yaml(run["spec"])) for run in runs]
     lengths = [LengthSample(tuple(run["prompts"]), tuple(run["responses"])) for run in runs]
     measure(specs, lengths, request["seconds"], request["most_tp"], Path(path))
 

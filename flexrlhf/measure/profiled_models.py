@@ -12,11 +12,9 @@ from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.engines import EngineFacts, facts_of
-from flexrlhf.config.model_names import LLAMA_LIKE
+from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.output_settings import DebugSpec
-from flexrlhf.config.placement_settings import ClusterSpec
-from flexrlhf.config.spec import RolloutSpec, ScheduleSpec, Spec, SyncSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
 from flexrlhf.operators.graph import Operator
@@ -68,17 +66,10 @@ def profiling_spec(plan: Plan, command_plans: Sequence[Plan], ranks: int, device
     """
     spec = plan.spec
     models = {role: _with_random_weights(role, plan, command_plans) for role in plan.graph.roles}
-    return spec.model_copy(
-        update={
-            "models": spec.models.model_copy(update=models),
-            "cluster": ClusterSpec(devices=ranks, device=device),
-            "placement": None,
-            "schedule": ScheduleSpec(),
-            "sync": SyncSpec(checksum=spec.sync.checksum, bucket_mb=spec.sync.bucket_mb),
-            "rollout": RolloutSpec(),
-            "debug": DebugSpec(),
-        }
-    )
+    plain = spec.with_defaults("cluster", "placement", "schedule", "sync", "rollout", "debug").with_models(models)
+    cluster = plain.cluster.model_copy(update={"devices": ranks, "device": device})
+    sync = plain.sync.model_copy(update={"checksum": spec.sync.checksum, "bucket_mb": spec.sync.bucket_mb})
+    return plain.model_copy(update={"cluster": cluster, "sync": sync})
 
 
 def _with_random_weights(role: str, plan: Plan, command_plans: Sequence[Plan]) -> ModelSpec:
@@ -132,7 +123,7 @@ def _slice(shape: ModelShape, facts: EngineFacts, tp: int) -> dict[str, object]:
 def _slices(model: ModelSpec, shape: ModelShape, most: int) -> tuple[int, ...]:
     """Return the powers of two, at most ``most``, that may be the tensor-parallel ranks of a model."""
     powers = (2**power for power in range(most.bit_length()) if 2**power <= most)
-    if shape.sizes is None or shape.sizes.family not in LLAMA_LIKE or not facts_of(model.engine).searches_tp:
+    if shape.sizes is None or shape.sizes.family not in Families.LLAMA_LIKE or not facts_of(model.engine).searches_tp:
         return (1,)
     sizes = shape.sizes
     return tuple(tp for tp in powers if not (sizes.heads % tp or sizes.kv_heads % tp or sizes.ffn % tp))

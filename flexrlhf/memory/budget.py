@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head
 from flexrlhf.config.output_settings import SaveSpec
 from flexrlhf.config.spec import SyncSpec
@@ -425,7 +425,7 @@ def _passes_parts(
     logits = 0
     if head != "scalar" and blocks.is_last:
         # a head that may do more than multiply gives all logits at once, from the shortest prompt on
-        is_ours = blocks.sizes.family in KNOWN_FAMILIES
+        is_ours = blocks.sizes.family in Families.KNOWN
         logits = blocks.head_bytes(size.responses if is_ours else size.tokens, chunk if is_ours else sys.maxsize, train)
     if not train:
         activations = blocks.forward_bytes(size.tokens, size.width, size.packed, size.masks)

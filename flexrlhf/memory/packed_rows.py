@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import ClassVar, NamedTuple
 
-from flexrlhf.config.model_names import LLAMA_LIKE, WITH_EXPERTS
+from flexrlhf.config.model_names import Families
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.model_shape import ModelShape
 
@@ -312,7 +312,7 @@ class TextPacking:
     packs: bool
     masks: bool
 
-    FAMILIES: ClassVar = frozenset(LLAMA_LIKE + WITH_EXPERTS)
+    FAMILIES: ClassVar = frozenset(Families.LLAMA_LIKE + Families.WITH_EXPERTS)
     """Model types whose attention in transformers takes any mask, where no window restricts it."""
 
     @classmethod

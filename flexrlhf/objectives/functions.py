@@ -41,7 +41,7 @@ from flexrlhf.objectives.preferences import (
 )
 from flexrlhf.objectives.reward_shaping import weighted_scores
 from flexrlhf.objectives.surrogates import covariant_tokens, rejection
-from flexrlhf.operators.columns import Column, Width
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Operator, is_own
 from flexrlhf.user_code.planning_calls import bounded_here
 
@@ -156,7 +156,7 @@ def _check_columns(operator: Operator, columns: Columns, batch: Batch) -> None:
             )
 
 
-_SHAPES: dict[Width, str] = {"row": "(n,)", "prompt": "(n, P)", "response": "(n, R)", "response+1": "(n, R+1)"}
+_SHAPES: dict[str, str] = {"row": "(n,)", "prompt": "(n, P)", "response": "(n, R)", "response+1": "(n, R+1)"}
 
 
 def _kind(value: Any) -> str:

@@ -18,7 +18,7 @@ from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.context import Columns, CombineContext, EarlierScores
 from flexrlhf.objectives.kl_penalty import kl_penalty
 from flexrlhf.objectives.reward_shaping import ROUNDING, ShapedRewards, last_positions, raw_scores, shape_rewards
-from flexrlhf.operators.columns import GROUP_SCORES
+from flexrlhf.operators.columns import Column
 
 EPSILON = 1e-6
 """Added to the deviation of a group, as in verl."""
@@ -64,7 +64,7 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
     statistics["advantage"] = moments(advantages, mask)
     columns = {"loss_mask": mask, "advantages": advantages, "outcome": outcomes}
     if context.earlier is not None:
-        columns[GROUP_SCORES] = totals.float().masked_fill(~shaped.counts, torch.nan)
+        columns[Column.GROUP_SCORES] = totals.float().masked_fill(~shaped.counts, torch.nan)
     return columns, statistics
 
 

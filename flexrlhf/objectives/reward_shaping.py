@@ -18,7 +18,7 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.operators.columns import STEP_ENDS, TURN_ENDS, Qualifier, plain
+from flexrlhf.operators.columns import Column, Qualifier, plain
 from flexrlhf.operators.outcomes import FAILED
 
 ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -201,6 +201,6 @@ def weighted_scores(sources: Sources | None, batch: Batch, _: CombineContext) ->
         elif f"scores.{source}" in batch.columns:
             scores = weight * batch[f"scores.{source}"]
             total, by_token = total + scores, by_token + on_last_token(scores, mask)
-    ends = [column for name, column in batch.columns.items() if plain(name) in (STEP_ENDS, TURN_ENDS)]
-    of_steps = {STEP_ENDS: torch.stack(ends).amax(0)} if ends else {}
+    ends = [column for name, column in batch.columns.items() if plain(name) in (Column.STEP_ENDS, Column.TURN_ENDS)]
+    of_steps = {Column.STEP_ENDS: torch.stack(ends).amax(0)} if ends else {}
     return {"scores": total, "token_scores": by_token, **of_steps}, {}

@@ -13,7 +13,7 @@ from flexrlhf.config.algorithms.base import ImportanceSpec, RejectionSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Moments, Outputs, moments
 from flexrlhf.engines.sampling import place_hash, shift_right, splitmix
-from flexrlhf.metrics import MOST_STALE
+from flexrlhf.metrics import METRICS
 from flexrlhf.objectives.context import Columns, CombineContext, Reducer
 from flexrlhf.objectives.kl_penalty import LOG_RATIO_CLAMP
 
@@ -224,10 +224,11 @@ def staleness(batch: Batch, context: CombineContext) -> Moments:
     found = (context.step - batch["policy_version"]).long()[batch.mask.bool()]
     # one number of each rank, none of a rank without such tokens
     largest = context.reducer.gather(found.topk(min(1, len(found))).values)
-    shares = torch.bincount(found.clamp(max=MOST_STALE), minlength=MOST_STALE + 1).double()
+    names = METRICS.stale_shares
+    shares = torch.bincount(found.clamp(max=len(names) - 1), minlength=len(names)).double()
     total = shares.sum()
     return {
         "staleness": moments(found),
         "staleness_max": moments(largest.topk(min(1, len(largest))).values),
-        **{f"staleness_{n}": torch.stack([total, share, share]) for n, share in enumerate(shares.unbind())},
+        **{n: torch.stack([total, share, share]) for n, share in zip(names, shares.unbind(), strict=True)},
     }

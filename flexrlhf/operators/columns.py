@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 Width = Literal["row", "prompt", "response", "response+1", "sequence", "experts"]
 DType = Literal["int32", "uint8", "float32"]
@@ -26,6 +26,25 @@ class Column:
     width:     numbers per row; "row" is one number, "experts" the bytes of the experts of all tokens.
     quantity:  output of the model in a forward that writes the column.
     """
+
+    PRESENT: ClassVar[str] = "present"
+    """Column of the rows that a step trains on, where responses are generated in segments or prompts are taken by
+    attempts."""
+    POSITION: ClassVar[str] = "data_position"
+    """Column of the places of prompts in the order of the data, where a step takes as many as it needs."""
+    GROUP_SCORES: ClassVar[str] = "group_scores"
+    """Column of scores that advantages are relative to, of the responses to a prompt that have ended by
+    now; NaN of others."""
+    STEP_ENDS: ClassVar[str] = "step_ends"
+    """Column of the tokens that end a step."""
+    REWARDS: ClassVar[str] = "token_scores.environment"
+    """Column of the environment's rewards, each on the last token of its turn; NaN in an episode that failed."""
+    TURN_ENDS: ClassVar[str] = "turn_ends"
+    """Column of the last tokens of the policy's turns: two turns follow one another where a reply has no tokens."""
+    FINAL_OUTCOME: ClassVar[str] = "outcome.final"
+    """Outcome of a row after its training, in the store of the rank that trains it."""
+    EXPERTS: ClassVar[str] = "experts"
+    """Column of the experts that generation chose for the tokens of prompt and response, in every layer with some."""
 
     name: str
     width: Width
@@ -101,24 +120,6 @@ COLUMNS = {
 
 TEXT = ("tokens", "attention_mask")
 """Columns that a model reads of a sample: prompt and response."""
-PRESENT = "present"
-"""Column of the rows that a step trains on, where responses are generated in segments or prompts are taken by
-attempts."""
-POSITION = "data_position"
-"""Column of the places of prompts in the order of the data, where a step takes as many as it needs."""
-GROUP_SCORES = "group_scores"
-"""Column of scores that advantages are relative to, of the responses to a prompt that have ended by
-now; NaN of others."""
-STEP_ENDS = "step_ends"
-"""Column of the tokens that end a step."""
-REWARDS = f"token_scores.{Qualifier.ENVIRONMENT}"
-"""Column of the environment's rewards, each on the last token of its turn; NaN in an episode that failed."""
-TURN_ENDS = "turn_ends"
-"""Column of the last tokens of the policy's turns: two turns follow one another where a reply has no tokens."""
-FINAL_OUTCOME = "outcome.final"
-"""Outcome of a row after its training, in the store of the rank that trains it."""
-EXPERTS = "experts"
-"""Column of the experts that generation chose for the tokens of prompt and response, in every layer that has some."""
 LONGER = 2
 """How many times longer than a row of the policy's tokens a text may be in another tokenizer's, by default."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
-from flexrlhf.operators.columns import EXPERTS, FINAL_OUTCOME, POSITION, PRESENT, TEXT, Qualifier, Quantity
+from flexrlhf.operators.columns import TEXT, Column, Qualifier, Quantity
 
 CallKind = Literal["generate", "forward", "train"]
 """Kind of a model's call."""
@@ -70,6 +70,9 @@ class Operator:
     continues:    columns that it also reads as the other one has left them in the turn before.
     """
 
+    KINDS: ClassVar[tuple[str, ...]] = tuple(kind for choice in get_args(GraphKind) for kind in get_args(choice))
+    """Kinds of operators of a graph."""
+
     name: str
     kind: OperatorKind
     role: str
@@ -99,7 +102,7 @@ class Operator:
     @property
     def stored_columns(self) -> tuple[str, ...]:
         """Columns that it leaves on its ranks: the ones it writes, of a train the outcomes of its rows."""
-        return (*self.writes, *((FINAL_OUTCOME,) if self.kind == "train" else ()))
+        return (*self.writes, *((Column.FINAL_OUTCOME,) if self.kind == "train" else ()))
 
     @property
     def of_whole_responses(self) -> Operator:
@@ -109,7 +112,7 @@ class Operator:
     @property
     def with_own_routers(self) -> Operator:
         """The operator without the experts that generation chose: the routers of its model choose others."""
-        return replace(self, reads=tuple(name for name in self.reads if name != EXPERTS))
+        return replace(self, reads=tuple(name for name in self.reads if name != Column.EXPERTS))
 
     @property
     def next_to_data(self) -> Operator:
@@ -313,7 +316,7 @@ TAKE_PROMPTS = Operator(
     "combine",
     "actor",
     (),
-    (PRESENT, POSITION),
+    (Column.PRESENT, Column.POSITION),
     function="take_prompts",
     barrier=True,
     is_controlled=True,

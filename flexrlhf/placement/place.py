@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Self
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.placement_settings import PLACEMENT_SETTINGS, PlacementEntry, PlacementMap
+from flexrlhf.config.placement_settings import PlacementEntry, PlacementMap
 from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.errors import SettingError, UserError, either, nearest
 from flexrlhf.placement.by_class import on_classes
@@ -94,7 +94,7 @@ def _check_names(placement: PlacementMap, roles: Roles, can_shadow: bool) -> Pla
     allowed = roles.with_shadows if can_shadow else roles.all
     for name in placement.models:
         if name not in allowed:
-            known = (*allowed, *PLACEMENT_SETTINGS)
+            known = (*allowed, *PlacementMap.SETTINGS)
             if roles.rollout is None and ModelName(name).is_rollout and ModelName(name).role in roles.trained:
                 raise UserError(f"placement: {name} needs an engine of its own; set rollout.engine: vllm, or remove it")
             if can_shadow and ModelName(name).is_shadow and ModelName(name).role == roles.rollout:

@@ -10,23 +10,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import get_args
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec
 from flexrlhf.config.code_checks import check_function
 from flexrlhf.config.code_loading import NamedErrors, load_module
-from flexrlhf.config.model_settings import FURTHER_MODELS, Head, ModelsSpec
+from flexrlhf.config.model_settings import Head, ModelsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import COLUMNS, Column, plain
-from flexrlhf.operators.graph import COMBINES, LOSSES, Graph, GraphKind, Operator
+from flexrlhf.operators.graph import COMBINES, LOSSES, Graph, Operator
 from flexrlhf.plan.score_sources import with_retokenized, with_sources
 from flexrlhf.user_code.planning_calls import bounded_here
 
 KEY = "algorithm.graph"
 ENTRY_POINTS = "flexrlhf.graphs"
 """Group of the entry points by which an installed package offers graphs."""
-_KINDS = tuple(kind for choice in get_args(GraphKind) for kind in get_args(choice))
 
 
 def make_graph(spec: Spec) -> Graph:
@@ -161,8 +159,8 @@ def _reference(written: str) -> str:
 def _check_roles(graph: Graph) -> None:
     known = tuple(dict(ModelsSpec()))
     for role in graph.roles:
-        if role not in known and not role.startswith(FURTHER_MODELS):
-            prefixes = ", ".join(f"{prefix}{role}" for prefix in FURTHER_MODELS)
+        if role not in known and not role.startswith(ModelsSpec.FURTHER):
+            prefixes = ", ".join(f"{prefix}{role}" for prefix in ModelsSpec.FURTHER)
             raise UserError(f"{KEY}: role {role!r} is no name of a model; use {', '.join(known)}, or {prefixes}")
 
 
@@ -180,10 +178,10 @@ def _check_columns(operators: Sequence[Operator], inputs: Sequence[str]) -> None
     """Raise UserError for a column that no earlier operator writes, and for two operators of one name."""
     names, written = set[str](), set(inputs)
     for operator in operators:
-        if operator.kind not in _KINDS:
+        if operator.kind not in Operator.KINDS:
             raise UserError(
-                f"{KEY}: {operator.name} has kind {operator.kind!r}{nearest(operator.kind, _KINDS)}; "
-                f"there are {', '.join(_KINDS)}"
+                f"{KEY}: {operator.name} has kind {operator.kind!r}{nearest(operator.kind, Operator.KINDS)}; "
+                f"there are {', '.join(Operator.KINDS)}"
             )
         if operator.name in names:
             raise UserError(f"{KEY}: two operators are called {operator.name!r}; give each a name of its own")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import POSITION, PRESENT
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import TAKE_PROMPTS, Graph, Operator
 
 
@@ -50,17 +50,17 @@ def _with_replacement(graph: Graph) -> Graph:
     """Return ``graph``, of responses in segments, with the prompts that a step takes in place of groups left out."""
     take = replace(
         TAKE_PROMPTS,
-        writes=(POSITION,),
+        writes=(Column.POSITION,),
         is_repeated=False,
         earlier=(),
-        carries=(POSITION, PRESENT, *TAKE_PROMPTS.earlier),
+        carries=(Column.POSITION, Column.PRESENT, *TAKE_PROMPTS.earlier),
     )
     # the ranks that account for rows do so for the ones that were taken
     readers = [each for each in graph.operators if each.reads_data or each == graph.accounting]
-    operators = (replace(o, reads=(*o.reads, POSITION)) if o in readers else o for o in graph.operators)
+    operators = (replace(o, reads=(*o.reads, Column.POSITION)) if o in readers else o for o in graph.operators)
     return replace(graph, operators=(take, *operators))
 
 
 def _with_presence(operator: Operator, is_repeated: bool) -> Operator:
-    further = (PRESENT, POSITION) if operator.reads_data else (PRESENT,)
+    further = (Column.PRESENT, Column.POSITION) if operator.reads_data else (Column.PRESENT,)
     return replace(operator, reads=(*operator.reads, *further), is_repeated=is_repeated)

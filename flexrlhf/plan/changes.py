@@ -10,7 +10,7 @@ from typing import Any
 from flexrlhf.config.engines import facts_of, offloading_engine
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import ClusterSpec
-from flexrlhf.config.spec import MAX_DEVICES, RolloutSpec, Spec
+from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.memory.budget import Compute
 from flexrlhf.placement.cluster import Cluster
@@ -277,7 +277,7 @@ def _shorter(spec: Spec) -> Iterator[RequestChange]:
 def _more_devices(spec: Spec) -> Iterator[RequestChange]:
     """Yield the request on about twice as many devices, four times ..."""
     times = 2
-    while times <= MOST_TIMES and times * spec.cluster.num_devices <= MAX_DEVICES:
+    while times <= MOST_TIMES and times * spec.cluster.num_devices <= Spec.MAX_DEVICES:
         cluster = enlarged(spec.cluster, times)
         yield RequestChange(f"on {cluster.num_devices} devices", (SettingChange("cluster", cluster),))
         times *= 2

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
 from flexrlhf.data.encoding import EncodedResponse, EncodedRow
-from flexrlhf.data.examples import DataCounts, quantile
+from flexrlhf.data.examples import DataCounts
 from flexrlhf.data.files import ENDINGS
-from flexrlhf.data.hub import hub_name
+from flexrlhf.data.hub import HubName
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.data.reasoning_tasks import is_task
-from flexrlhf.data.text_rows import reasons
 from flexrlhf.errors import one_line, some_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import DataSource
@@ -53,7 +52,7 @@ def absent_line(source: DataSource) -> str:
     """Return why the rows of a file that planning does not find are not checked."""
     if is_task(source.path):
         return one_line(f"{source.key}: {source.path} needs reasoning-gym (flexrlhf[reasoning]): no rows are checked")
-    if not source.path.endswith(ENDINGS) and hub_name(source.path) is not None:
+    if not source.path.endswith(ENDINGS) and HubName.parse(source.path) is not None:
         return one_line(f"{source.key}: {source.path} is not in the cache of the Hub yet, so its rows are not checked")
     return one_line(f"{source.key}: {source.path} does not exist yet, so its rows are not checked")
 
@@ -113,9 +112,15 @@ def unread_line(source: DataSource, counts: DataCounts) -> str:
     return one_line(f"{source.key}: these {uses}: {some_of(listed)}")
 
 
+def quantile(lengths: Sequence[int], share: float) -> int:
+    """Return the smallest of ``lengths`` that at least ``share`` of them do not exceed; 0 without any."""
+    ordered = sorted(lengths)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0
+
+
 def _reasons(counts: DataCounts) -> Iterator[str]:
     """Yield reasons why rows cannot be read, the most frequent first."""
-    found = list(reasons(counts.bad).items())
+    found = list(counts.reasons.items())
     for row, number in found[:MOST_REASONS]:
         rows = f"row {row}" if number == 1 else f"{counted(number, 'row')}, such as row {row}"
         yield f"{rows}: {counts.bad[row]}"

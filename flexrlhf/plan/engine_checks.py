@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexrlhf.config.engines import TORCH, EngineFacts, all_engines, facts_of, full_engines, is_engine, model_engines
-from flexrlhf.config.model_settings import NO_REPLAY, OF_ROUTERS, ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.errors import SettingError, UserError, either, nearest
-from flexrlhf.operators.columns import EXPERTS
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.placement import Placement
@@ -82,7 +82,7 @@ def _check_idle_graphs(graph: Graph, placement: Placement, is_evaluated: bool) -
 def _check_recording(graph: Graph, placement: Placement) -> None:
     """Raise UserError if experts are to be replayed that the engine which generates does not return."""
     for operator in graph.operators:
-        if operator.samples_responses and EXPERTS in operator.writes:
+        if operator.samples_responses and Column.EXPERTS in operator.writes:
             copy = placement.copy_for(operator)
             if not copy.facts.routers:
                 trained = placement[copy.role]
@@ -214,12 +214,12 @@ def _check_sharding(model: PlacedModel) -> None:
 def _check_routers(model: PlacedModel) -> None:
     """Raise UserError for an engine or a kernel whose experts are not recorded."""
     value = model.settings.router_replay
-    if value != NO_REPLAY:
+    if value != "none":
         lacks = f"engine {model.engine} records no experts, found {value}; use none"
         _require(model, "router_replay", lambda each: each.routers, lacks)
         if model.settings.compile:
             raise model.refusal("router_replay", "goes with compile false, found true; use false, or none")
-    for name in OF_ROUTERS:
+    for name in ModelSpec.OF_ROUTERS:
         found = getattr(model.settings, name)
         if found and model.trained:
             lacks = f"engine {model.engine} does not count tokens of experts, found {found:g}; use 0"
@@ -297,7 +297,7 @@ def _check_role(model: PlacedModel) -> None:
     for name in ("optimizer", "offload_optimizer"):
         if getattr(settings, name) != getattr(ModelSpec(), name):
             raise model.refusal(name, f"{model.role} is not trained, so it has no optimizer; remove it")
-    for name in ("activation_checkpointing", "offload_activations", *OF_ROUTERS):
+    for name in ("activation_checkpointing", "offload_activations", *ModelSpec.OF_ROUTERS):
         if getattr(settings, name):
             raise model.refusal(name, f"{model.role} is not trained; remove it")
     if settings.shadow is not None:

@@ -15,13 +15,13 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import REWARDS, TURN_ENDS, Qualifier, qualified
+from flexrlhf.operators.columns import Column, Qualifier, qualified
 from flexrlhf.operators.graph import GENERATE, Graph, Operator
 
 LOGPROBS = frozenset(("logprobs", "computed_logprobs", "trainer_logprobs"))
 """Columns of the policy's log-probs that a forward may write."""
 COUNTS = ("episode", "turns", "tool_calls", "failed_tool_calls")
-STATE = (*COUNTS, TURN_ENDS, REWARDS)
+STATE = (*COUNTS, Column.TURN_ENDS, Column.REWARDS)
 """Columns of an episode in addition to those of a response."""
 EPISODE_STATISTICS = Operator(
     "episodes",
@@ -69,7 +69,7 @@ def _of_episodes(operator: Operator) -> Operator:
     if "outcome" in operator.writes:
         return replace(operator, reads=(*operator.reads, "episode"))
     if operator.kind == "score":
-        return replace(operator, reads=(*operator.reads, TURN_ENDS))
+        return replace(operator, reads=(*operator.reads, Column.TURN_ENDS))
     return operator
 
 

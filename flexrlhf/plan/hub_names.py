@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.data.hub import cached_snapshot, commit_of, download_snapshot, hub_name
+from flexrlhf.data.hub import HubName
 from flexrlhf.errors import UserError
 from flexrlhf.plan.run_data import DataSource
 from flexrlhf.plan.tokenizers import has_tokenizer
@@ -28,8 +28,8 @@ def in_cache(spec: Spec) -> Spec:
     """Return ``spec`` with directories in the place of names that the cache has; others stay."""
 
     def directory(_: str, path: str) -> str:
-        name = hub_name(path)
-        found = None if name is None else cached_snapshot(name, "model")
+        name = HubName.parse(path)
+        found = None if name is None else name.cached("model")
         return path if found is None else str(found)
 
     return spec.with_paths(directory, {})
@@ -41,10 +41,11 @@ def commits(spec: Spec, sources: list[DataSource]) -> dict[str, str]:
     paths["data.tokenizer"] = spec.data.tokenizer
     found = {key: spec.hub_names[path] for key, path in paths.items() if path in spec.hub_names}
     for source in sources:
-        name = hub_name(source.path)
-        snapshot = None if name is None else cached_snapshot(name, "dataset")
+        name = HubName.parse(source.path)
+        snapshot = None if name is None else name.cached("dataset")
         if name is not None and snapshot is not None:
-            found[source.setting] = f"{name.name}@{commit_of(snapshot)}"
+            # the cache names its directories by the commits
+            found[source.setting] = f"{name.name}@{snapshot.name}"
     return found
 
 
@@ -60,14 +61,14 @@ class _Directories:
         if path in self._names:
             self.used[path] = self._names[path]
             return path
-        name = hub_name(path)
+        name = HubName.parse(path)
         if name is None:
             return path
-        directory = cached_snapshot(name, "model")
+        directory = name.cached("model")
         # an earlier download may have left out files
         if directory is None or not (_is_model if key.startswith("models.") else has_tokenizer)(directory):
-            directory = download_snapshot(name, "model", key)
-        self.used[str(directory)] = f"{name.name}@{commit_of(directory)}"
+            directory = name.download("model", key)
+        self.used[str(directory)] = f"{name.name}@{directory.name}"
         return str(directory)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.config.model_names import LLAMA_LIKE
+from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.files import is_present
 from flexrlhf.data.text_example import TextExample
-from flexrlhf.data.text_rows import read_texts
+from flexrlhf.data.text_rows import TextRows
 from flexrlhf.environments.sources import check_package, check_variables
 from flexrlhf.environments.tool_schemas import check_class, has_code
 from flexrlhf.errors import UserError, nearest, one_line, shown, some_of
@@ -25,14 +25,7 @@ from flexrlhf.plan.run_tokenizer import (
     listed_end_tokens,
     load_tokenizer,
 )
-from flexrlhf.rewards.checks import (
-    check_columns,
-    check_forms,
-    check_present_functions,
-    check_solutions,
-    check_sources,
-    solutions_read,
-)
+from flexrlhf.rewards.checks import SourceChecks
 from flexrlhf.weights.adapter_files import adapter_layers, base_model, has_adapters
 from flexrlhf.weights.loading import is_native, load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
@@ -88,9 +81,10 @@ def check_inputs(plans: Sequence[Plan], is_run: bool = False) -> None:
             if plan.spec.environment is not None:
                 check_package(plan.spec.environment.path)
                 check_variables(plan.spec.environment)
-        for name, sources in sections.items():
-            (check_sources if is_run else check_forms)(sources, name)
-        has_functions = is_run or all([check_present_functions(sources, name) for name, sources in sections.items()])
+        checks = [SourceChecks(sources, name) for name, sources in sections.items()]
+        for each in checks:
+            (each.check if is_run else each.check_forms)()
+        has_functions = is_run or all([each.check_present_functions() for each in checks])
         _check_places(plan, plans, index)
         files = [source for source in plan.data.sources if is_run or is_present(source.path)]
         _check_models(plan, {path for earlier in plans[:index] for path in earlier.outputs}, bool(files))
@@ -117,14 +111,15 @@ def _check_texts(
     if environment is not None and (source.is_training or source.key == "eval"):
         check_class(environment, columns)
     for name in names:
-        check_columns(sections[name], name, columns, source.path, with_functions)
-        check_solutions(sections[name], name, [text.columns for text in texts], source.path)
+        checks = SourceChecks(sections[name], name)
+        checks.check_columns(columns, source.path, with_functions)
+        checks.check_solutions([text.columns for text in texts], source.path)
 
 
 def _texts(plan: Plan, source: DataSource) -> list[TextExample]:
     """Return the rows of a data file that can be read, as texts."""
     bad_rows = plan.spec.data.bad_rows
-    return read_texts(source.path, form=source.form, needs=source.needs, layout=source.layout, bad_rows=bad_rows)
+    return TextRows.usable(source.path, form=source.form, needs=source.needs, layout=source.layout, bad_rows=bad_rows)
 
 
 def solution_lines(plan: Plan, source: DataSource) -> Iterator[str]:
@@ -133,7 +128,8 @@ def solution_lines(plan: Plan, source: DataSource) -> Iterator[str]:
         return
     texts = _texts(plan, source)
     for name, sources in (("reward", plan.spec.reward or ()), ("cost", plan.spec.cost or ())):
-        for setting, tried, unread, first in solutions_read(sources, name, [each.columns for each in texts], TRIED):
+        checks = SourceChecks(sources, name)
+        for setting, tried, unread, first in checks.solutions_read([each.columns for each in texts], TRIED):
             example = f"; the first is {shown(first)}" if unread else ""
             yield one_line(f"{setting}: solutions that the rule cannot read: {unread} of {tried}{example}")
 
@@ -251,7 +247,7 @@ def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) 
     family = read_config(role, model)["model_type"]
     if is_native(family):
         built = _without_weights(role, model, config, head)
-        if model.path is not None and family not in LLAMA_LIKE:
+        if model.path is not None and family not in Families.LLAMA_LIKE:
             _check_files(role, model, built, {ParameterName.SCALAR_HEAD} if new_head else set())
         for number, directory in enumerate(layers):
             _check_adapters(role, directory, built if number == 0 else _without_weights(role, model, config, head))
@@ -281,7 +277,9 @@ def _without_weights(role: str, model: ModelSpec, config: Any, head: Head) -> An
     names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if head == "scalar" else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if kind not in names:
         needed = "a scalar head" if head == "scalar" else "a language head"
-        raise UserError(f"{key}: transformers has no {kind} model with {needed}; use a model such as {LLAMA_LIKE[0]}")
+        raise UserError(
+            f"{key}: transformers has no {kind} model with {needed}; use a model such as {Families.LLAMA_LIKE[0]}"
+        )
     auto = AutoModelForSequenceClassification if head == "scalar" else AutoModelForCausalLM
     try:
         with one_sentence_errors(key), torch.device("meta"):
@@ -292,7 +290,7 @@ def _without_weights(role: str, model: ModelSpec, config: Any, head: Head) -> An
     if head == "scalar" and ParameterName.SCALAR_HEAD not in dict(built.named_parameters()):
         raise UserError(
             f"{key}: the head of {kind} is no {ParameterName.SCALAR_HEAD}, so it gives no score at each token; use a "
-            f"model such as {LLAMA_LIKE[0]}"
+            f"model such as {Families.LLAMA_LIKE[0]}"
         )
     return built
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from flexrlhf.config.spec import MAX_ROWS
+from flexrlhf.config.spec import Spec
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.weights.shapes import read_config
 
@@ -73,7 +73,7 @@ class BatchLimits:
             }
             return {rank: peaks[rank] - sizes[rank] for rank in sizes if peaks[rank] > sizes[rank]}
 
-        most = own * MAX_ROWS // self.plan.batch.num_rows // unit * unit
+        most = own * Spec.MAX_ROWS // self.plan.batch.num_rows // unit * unit
         short = lacking(most)
         if not short:
             return LargestBatch(most, is_memory_filled=False)

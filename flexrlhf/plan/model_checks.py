@@ -9,17 +9,8 @@ from itertools import cycle, islice
 from typing import Any
 
 from flexrlhf.config.engines import PEFT, EngineFacts, Package, full_engines
-from flexrlhf.config.model_names import (
-    LATENT,
-    LLAMA_LIKE,
-    SERVED,
-    SIGMOID_ROUTED,
-    STAGED,
-    WITH_EXPERTS,
-    WITH_SINKS,
-    WITH_SPLIT_EXPERTS,
-)
-from flexrlhf.config.model_settings import OF_ROUTERS, Head, ModelSpec
+from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import SettingError, UserError, either
 from flexrlhf.memory.packed_rows import TextPacking
 from flexrlhf.operators.columns import Lengths
@@ -112,11 +103,11 @@ def check_placed_model(
 
 def _check_served(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for a model whose weights cannot be mapped to the fused tensors of a rollout engine."""
-    if shape is None or shape.sizes is None or shape.sizes.family not in SERVED + LATENT:
+    if shape is None or shape.sizes is None or shape.sizes.family not in Families.SERVED + Families.LATENT:
         raise SettingError.of(
             "rollout",
             "engine",
-            f"{model.engine} supports only {', '.join(SERVED)} models here, and "
+            f"{model.engine} supports only {', '.join(Families.SERVED)} models here, and "
             f"models.{model.role} is of another family; use transformers",
         )
     if shape.sizes.experts is not None and model.settings.lora is not None:
@@ -170,9 +161,11 @@ def _check_mapped(model: PlacedModel, shape: ModelShape | None, longest: int) ->
     ``longest``: tokens of a text that it reads.
     """
     others = engines_with(lambda other: other.transformers_modules)
-    found = _other_family(shape, STAGED)
+    found = _other_family(shape, Families.STAGED)
     if shape is None or found is not None:
-        raise model.refusal("engine", f"{model.engine} maps {', '.join(STAGED)} models, found {found}; use {others}")
+        raise model.refusal(
+            "engine", f"{model.engine} maps {', '.join(Families.STAGED)} models, found {found}; use {others}"
+        )
     lora = model.settings.lora
     adapted = {*shape.expert_candidates} & {*(() if lora is None else lora.targets or ())}
     if adapted:
@@ -208,7 +201,7 @@ def _biases(shape: ModelShape) -> str:
     return ""
 
 
-def _other_family(shape: ModelShape | None, families: Sequence[str] = LLAMA_LIKE) -> str | None:
+def _other_family(shape: ModelShape | None, families: Sequence[str] = Families.LLAMA_LIKE) -> str | None:
     """Return the family of a model that is none of ``families``; None of one that is."""
     if shape is None or shape.sizes is None:
         return "an unknown family"
@@ -218,12 +211,12 @@ def _other_family(shape: ModelShape | None, families: Sequence[str] = LLAMA_LIKE
 def _check_modules(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for Liger's kernels or tiles of an MLP in a family that is not among those checked here."""
     found, attention = _other_family(shape), model.settings.attention
-    if found in WITH_SINKS and attention in ("sdpa", "flash_attention_2"):
+    if found in Families.WITH_SINKS and attention in ("sdpa", "flash_attention_2"):
         raise model.refusal("attention", f"{attention} has no sinks, which {found} models have; use auto", only="auto")
     for name, kind in (("liger", "kernels"), ("tiled_mlp", "tiles")):
         if found is not None and getattr(model.settings, name):
             raise model.refusal(
-                name, f"only {', '.join(LLAMA_LIKE)} models have these {kind} here, found {found}; use false"
+                name, f"only {', '.join(Families.LLAMA_LIKE)} models have these {kind} here, found {found}; use false"
             )
 
 
@@ -248,8 +241,8 @@ def _check_shared_trunk(model: PlacedModel, shape: ModelShape | None) -> None:
     found = _other_family(shape)
     if found is not None:
         raise UserError(
-            f"models.{model.role}: only {', '.join(LLAMA_LIKE)} models can share a trunk between policy and values, "
-            f"found {found}; use one of these, or a separate critic"
+            f"models.{model.role}: only {', '.join(Families.LLAMA_LIKE)} models can share a trunk between policy and "
+            f"values, found {found}; use one of these, or a separate critic"
         )
 
 
@@ -320,7 +313,7 @@ def _check_unknown_shape(model: PlacedModel) -> None:
             raise model.refusal(
                 name,
                 f"needs parameter shapes before loading, which are unknown for this architecture; "
-                f"set a path with safetensors weights, or use a model of {', '.join(LLAMA_LIKE)}",
+                f"set a path with safetensors weights, or use a model of {', '.join(Families.LLAMA_LIKE)}",
             )
 
 
@@ -344,7 +337,7 @@ def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) ->
     """Raise UserError if context-parallel ranks cannot share the attention of a model."""
     settings, sizes = model.settings, shape.sizes
     if sizes is None or sizes.family not in TextPacking.FAMILIES:
-        families = ", ".join(LLAMA_LIKE + WITH_EXPERTS)
+        families = ", ".join(Families.LLAMA_LIKE + Families.WITH_EXPERTS)
         raise model.refusal("cp", f"only {families} models compute parts of a row; use 1", only=1)
     if shape.window is not None and shape.window < longest:
         raise model.refusal(
@@ -366,7 +359,7 @@ def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) ->
 def _check_routers(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for settings of routers on a model without experts, or without biases of routers."""
     sizes = None if shape is None else shape.sizes
-    for name in ("router_replay", *OF_ROUTERS):
+    for name in ("router_replay", *ModelSpec.OF_ROUTERS):
         found = getattr(model.settings, name)
         if found == getattr(_PLAIN, name):
             continue
@@ -375,10 +368,10 @@ def _check_routers(model: PlacedModel, shape: ModelShape | None) -> None:
             raise model.refusal(
                 name, f"{found} is for models with experts, and models.{model.role} has none; use {instead}"
             )
-        if name == "router_bias_update_rate" and sizes.family not in SIGMOID_ROUTED:
+        if name == "router_bias_update_rate" and sizes.family not in Families.SIGMOID_ROUTED:
             raise model.refusal(
                 name,
-                f"{found} is for {either(SIGMOID_ROUTED)} models, whose routers have biases, and "
+                f"{found} is for {either(Families.SIGMOID_ROUTED)} models, whose routers have biases, and "
                 f"models.{model.role} is of {sizes.family}; use 0, or router_aux_loss_coef",
             )
         if name == "router_bias_update_rate" and model.settings.lora is not None:
@@ -418,11 +411,11 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
     unequal parts of the vocabulary in an engine that splits it.
     """
     tp, sizes = model.settings.tp, shape.sizes
-    families: tuple[str, ...] = LLAMA_LIKE
+    families: tuple[str, ...] = Families.LLAMA_LIKE
     if not model.facts.transformers_modules:
-        families = STAGED if model.rollout is None else SERVED + LATENT
+        families = Families.STAGED if model.rollout is None else Families.SERVED + Families.LATENT
     elif model.facts.ep:
-        families += WITH_SPLIT_EXPERTS
+        families += Families.WITH_SPLIT_EXPERTS
     if sizes is None or sizes.family not in families:
         raise model.refusal(
             "tp", f"only {', '.join(families)} models have a tensor-parallel plan in {model.engine}; use 1", 1

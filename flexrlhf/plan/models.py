@@ -11,9 +11,9 @@ from pathlib import Path
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.data_settings import DataSpec
 from flexrlhf.config.engines import facts_of
-from flexrlhf.config.model_settings import OF_TRAINING, PASS_SETTINGS, SMALL_LOGITS_MB, Head, LoraSpec, ModelSpec
+from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
-from flexrlhf.config.spec import SMALL_BUCKET_MB, Spec
+from flexrlhf.config.spec import Spec, SyncSpec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import LONGER
 from flexrlhf.operators.graph import Graph
@@ -64,7 +64,7 @@ def resolve_models(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec] |
             raise UserError(f"models.{role}: missing; {spec.algorithm.name} needs {', '.join(graph.roles)}{hint}")
         if of_all is not None and role not in graph.trained:
             # no settings of training from models.all
-            taken = {name for name in OF_TRAINING if getattr(filled[role], name) == getattr(of_all, name)}
+            taken = {name for name in ModelSpec.OF_TRAINING if getattr(filled[role], name) == getattr(of_all, name)}
             filled[role] = ModelSpec(**filled[role].model_dump(exclude_unset=True, exclude=taken))
         filled[role] = _with_text_limit(role, filled[role], spec.data)
         if filled[role].lora is not None and role in graph.trained:
@@ -123,7 +123,7 @@ def without_device_sizes(spec: Spec) -> Spec:
 def _sized(spec: Spec, change: Callable[[float | None, float], float | None], cluster: Cluster) -> Spec:
     known = [DeviceClass.KNOWN[name].memory_gb for name in cluster.classes if name in DeviceClass.KNOWN]
     large = min(LARGE_MB, 10 * min(known)) if len(known) == len(cluster.classes) else None
-    logits = large or SMALL_LOGITS_MB
+    logits = large or ModelSpec.SMALL_LOGITS_MB
     models = {
         # one that shares the actor's weights has no settings of its own
         role: model
@@ -131,7 +131,7 @@ def _sized(spec: Spec, change: Callable[[float | None, float], float | None], cl
         else model.model_copy(update={"logits_mb": change(model.logits_mb, logits)})
         for role, model in spec.models
     }
-    bucket = change(spec.sync.bucket_mb, large or SMALL_BUCKET_MB)
+    bucket = change(spec.sync.bucket_mb, large or SyncSpec.SMALL_BUCKET_MB)
     sync = spec.sync.model_copy(update={"bucket_mb": bucket})
     return spec.with_models(models).model_copy(update={"sync": sync})
 
@@ -259,7 +259,7 @@ def _with_passes_of(policy: ModelSpec, reference: ModelSpec) -> ModelSpec:
     """Return ``reference`` with the policy's composition of passes where it has none: kernels round by the shape of a
     pass, and the difference of equal weights' log-probs is to be 0.
     """
-    left_out = [name for name in PASS_SETTINGS if name not in reference.model_fields_set]
+    left_out = [name for name in ModelSpec.PASS_SETTINGS if name not in reference.model_fields_set]
     taken = {name: getattr(policy, name) for name in left_out}
     # still left out
     return ModelSpec.model_construct(reference.model_fields_set, **{**dict(reference), **taken})

@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.config.presets.table import Cell, MiniBatchesOf, WarmUp
+from flexrlhf.config.presets.table import Cell
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import shown
 
@@ -62,12 +62,8 @@ def _is_there(cell: Cell, value: Any, spec: Spec) -> bool:
 
 def _there(cell: Cell, spec: Spec) -> Any:
     """Return the peer's value; a number that follows from others, for this spec."""
-    algorithm, value = spec.algorithm, cell.value
-    if isinstance(value, MiniBatchesOf):
-        return value.number(algorithm.prompts_per_step, algorithm.samples_per_prompt)
-    if isinstance(value, WarmUp):
-        return value.number(spec.steps, algorithm.num_mini_batches * algorithm.epochs)
-    return list(value) if isinstance(value, tuple) else value
+    of = spec.algorithm
+    return cell.resolved(of.prompts_per_step, of.samples_per_prompt, spec.steps, of.num_mini_batches * of.epochs)
 
 
 def _value(values: Any, key: str) -> Any:

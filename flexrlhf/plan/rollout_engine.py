@@ -16,8 +16,8 @@ from pathlib import Path
 
 from flexrlhf.config.algorithms.base import ImportanceSpec, SampledSpec
 from flexrlhf.config.engines import facts_of
-from flexrlhf.config.model_names import SERVED
-from flexrlhf.config.model_settings import NO_REPLAY, ModelSpec
+from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import ParitySpec, RolloutSpec, Spec
 from flexrlhf.errors import UserError, either
@@ -73,11 +73,11 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
     has_copies |= isinstance(placement, tuple) and len(placement) > len(graph.roles)
     least = facts_of("vllm").least_temperature
     obstacles = {
-        f"vllm serves {either(SERVED)} models": family not in SERVED,
+        f"vllm serves {either(Families.SERVED)} models": family not in Families.SERVED,
         f"models.{role}.cuda_graphs is for transformers": model is not None and model.cuda_graphs,
         f"the {role} also computes values": heads_of(graph)[role] == "both",
         f"models.{role}.router_replay records experts, which vllm does not return here": (
-            model is not None and model.router_replay != NO_REPLAY
+            model is not None and model.has_replay
         ),
         f"models.{role}.shadow is the copy that generates": model is not None and model.shadow is not None,
         f"placement has {ModelName.shadow_of(role)}": ModelName.shadow_of(role) in entries,
@@ -108,7 +108,7 @@ def _with_transformers(spec: Spec, obstacle: str) -> Spec:
     """Return ``spec`` with transformers, which generates since vLLM has an ``obstacle``. Raises UserError for settings
     that it does not have."""
     surplus = spec.rollout.surplus("transformers")
-    if spec.rollout.parity != ParitySpec() and spec.sync.dtype is None:
+    if spec.rollout.has_own_parity and spec.sync.dtype is None:
         surplus.append("parity")
     if surplus:
         raise UserError(
@@ -159,7 +159,7 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
         raise UserError(f"eval.temperature: evaluations of {algorithm.name} generate nothing; remove it")
     check_setting(graph, spec)
     if not rollout.has_copy:
-        if rollout.parity != ParitySpec() and spec.sync.dtype is None:
+        if rollout.has_own_parity and spec.sync.dtype is None:
             raise UserError(
                 "rollout.parity: transformers generates with the actor's weights unless sync.dtype rounds them; remove "
                 "it, or give guards.sampled_logprobs"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from flexrlhf.config.model_settings import NO_REPLAY
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import EXPERTS, Lengths, expert_item_bytes
+from flexrlhf.operators.columns import Column, Lengths, expert_item_bytes
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.plan.old_logprobs import also_writing
 from flexrlhf.weights.model_shape import ModelShape
@@ -20,7 +19,7 @@ def with_router_replay(graph: Graph, spec: Spec) -> Graph:
 
     Raises UserError for roles without generation, and for responses that are not generated whole.
     """
-    roles = [role for role, model in spec.models if model is not None and model.router_replay != NO_REPLAY]
+    roles = [role for role, model in spec.models if model is not None and model.has_replay]
     for role in roles:
         _check(role, graph, spec)
     if not roles:
@@ -30,9 +29,9 @@ def with_router_replay(graph: Graph, spec: Spec) -> Graph:
     def reading(operator: Operator) -> Operator:
         is_policy = operator.role == graph.generated and operator.adapters and operator.kind in kinds
         reads = is_policy and "tokens" in operator.reads
-        return replace(operator, reads=(*operator.reads, EXPERTS)) if reads else operator
+        return replace(operator, reads=(*operator.reads, Column.EXPERTS)) if reads else operator
 
-    return replace(graph, operators=also_writing((reading(each) for each in graph.operators), EXPERTS))
+    return replace(graph, operators=also_writing((reading(each) for each in graph.operators), Column.EXPERTS))
 
 
 def _mode(role: str, spec: Spec) -> str:
@@ -61,7 +60,7 @@ def run_lengths(spec: Spec, graph: Graph, shapes: Mapping[str, ModelShape]) -> L
     """Return the padded lengths of the run, with the bytes of the experts that are recorded of a token."""
     lengths, role = spec.lengths, graph.generated
     model, shape = spec.models.of(role or ""), shapes.get(role or "")
-    if model is None or model.router_replay == NO_REPLAY or shape is None or shape.sizes is None:
+    if model is None or not model.has_replay or shape is None or shape.sizes is None:
         return lengths
     experts = shape.sizes.experts
     if experts is None:

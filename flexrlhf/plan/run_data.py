@@ -16,13 +16,13 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.data_settings import DataSpec, RowsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.chat import ChatFormat
-from flexrlhf.data.examples import DataCounts, Example, LoadedExamples, TokenLimits, load_examples
+from flexrlhf.data.examples import DataCounts, Example, LoadedExamples, TokenLimits
 from flexrlhf.data.files import Row, is_present
-from flexrlhf.data.inspection import Inspection, inspect_rows
-from flexrlhf.data.order import SourceShare, whole_parts
+from flexrlhf.data.inspection import Inspection
+from flexrlhf.data.order import SourceShare
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.row_layout import RowLayout
-from flexrlhf.data.text_rows import further_bad, has_responses
+from flexrlhf.data.text_rows import TextRows
 from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.environments.tool_schemas import has_code
 from flexrlhf.errors import UserError
@@ -71,7 +71,7 @@ class DataSource:
         counts, limits = found.counts, found.counts.limits
         if counts.bad and (limits.bad_rows == "error" or not counts.prompts):
             first, sentence = next(iter(counts.bad.items()))
-            raise UserError(f"{self.path}, row {first}: {sentence}{further_bad(counts.bad, counts.num_rows)}")
+            raise UserError(f"{self.path}, row {first}: {sentence}{counts.further_bad}")
         if counts.num_long and (
             limits.long_prompts == "error" or limits.drops and counts.num_long == len(counts.prompts)
         ):
@@ -156,7 +156,7 @@ class DataFiles:
         with_columns: bool = False,
         rows: list[Row] | None = None,
     ) -> LoadedExamples:
-        return load_examples(
+        return LoadedExamples.load(
             source.path,
             form=source.form,
             needs=source.needs if needs is None else needs,
@@ -224,7 +224,7 @@ class DataFiles:
 
     def inspect(self, source: DataSource, tokenizer: Any, max_rows: int | None = None) -> Inspection:
         """Inspect the file of ``source``, all of its rows or ``max_rows``. Raises UserError."""
-        return inspect_rows(
+        return Inspection.of(
             source.path,
             form=source.form,
             needs=source.needs,
@@ -275,7 +275,7 @@ class DataFiles:
         if self.tokenizer_run(()) is None or not is_present(source.path) or not self._has_tools:
             return []
         limits = self._token_limits
-        if with_responses and not has_responses(source.path, source.form, source.layout, limits.bad_rows):
+        if with_responses and not TextRows.has_responses(source.path, source.form, source.layout, limits.bad_rows):
             return []
         limits = replace(limits, long_prompts="drop" if limits.long_prompts == "error" else limits.long_prompts)
         needs: Needs = "responses" if with_responses else "prompts"
@@ -307,7 +307,7 @@ def training_sources(spec: Spec, needs: Needs) -> list[DataSource]:
     data = spec.data
     if data.path is not None:
         return [DataSource("data", data.path, data.form, needs, _layout(spec), is_training=True)]
-    parts = whole_parts([source.weight for source in data.sources])
+    parts = SourceShare.whole_parts([source.weight for source in data.sources])
     return [
         DataSource(f"data.sources.{index}", each.path, _form(each, data), needs, _layout(spec, each), True, part)
         for index, (each, part) in enumerate(zip(data.sources, parts, strict=True))

@@ -83,7 +83,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "data.
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        raise UserError(f"{key} {path}: no such directory{instead_of(Path(path), Path.is_dir)}")
+        raise UserError(f"{key} {path}: no such directory{instead_of(Path(path))}")
     _check_tokenizer_files(Path(path), key)
     with one_sentence_errors(f"{key} {path}"), quiet():
         try:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from flexrlhf.config.reward_sources import ModelSource, RewardSource, Sources
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import REWARDS, STEP_ENDS, TEXT, TURN_ENDS, Column, Qualifier, plain, qualified
+from flexrlhf.operators.columns import TEXT, Column, Qualifier, plain, qualified
 from flexrlhf.operators.graph import Graph, Operator
 
 SECTIONS = ("reward", "cost")
@@ -35,7 +35,7 @@ def with_sources(graph: Graph, spec: Spec) -> Graph:
                 continue  # episodes are refused by what they are
             raise UserError(f"{section}: {spec.algorithm.name} uses no such scores; remove it")
         graph = _with_section(graph, section, sources, has_rewards)
-    if _reads_ends(graph.operators) and STEP_ENDS not in graph.producers:
+    if _reads_ends(graph.operators) and Column.STEP_ENDS not in graph.producers:
         raise UserError(
             "algorithm.supervision: process needs a source of reward with level: step, or an environment, whose turns "
             "are steps; give one, or use outcome"
@@ -44,7 +44,7 @@ def with_sources(graph: Graph, spec: Spec) -> Graph:
 
 
 def _reads_ends(operators: Sequence[Operator]) -> bool:
-    return any(STEP_ENDS in operator.reads for operator in operators)
+    return any(Column.STEP_ENDS in operator.reads for operator in operators)
 
 
 def _scores(operator: Operator, section: str) -> bool:
@@ -107,14 +107,14 @@ def _replaced(
     parts: list[str] = []
     if has_rewards:
         # a turn is a step, whose reward is that of the turn
-        parts += [f"{REWARDS}{suffix}", *([TURN_ENDS] if with_ends else [])]
-        own = tuple(dict.fromkeys((*own, f"token_scores{suffix}", *([STEP_ENDS] if with_ends else []))))
+        parts += [f"{Column.REWARDS}{suffix}", *([Column.TURN_ENDS] if with_ends else [])]
+        own = tuple(dict.fromkeys((*own, f"token_scores{suffix}", *([Column.STEP_ENDS] if with_ends else []))))
     for source in models:
         name = f"{'scores' if source.level == 'answer' else 'token_scores'}.{source.model}{suffix}"
         yield replace(operator, name=f"{operator.name}_{source.model}", role=source.model, writes=(name,))
         parts.append(name)
     further = _columns_of(called, f".{Qualifier.CALLED}", suffix, with_ends) if called else ()
-    further += tuple(f"{STEP_ENDS}.{source.model}{suffix}" for source in models if source.level == "step")
+    further += tuple(f"{Column.STEP_ENDS}.{source.model}{suffix}" for source in models if source.level == "step")
     if further:
         yield replace(call, name=f"{operator.name}_{Qualifier.CALLED}", reads=texts, writes=further)
     parts += further
@@ -126,7 +126,7 @@ def _columns_of(sources: Sequence[RewardSource], qualifier: str, suffix: str, wi
     levels = {source.level for source in sources}
     kinds = ["scores", *(["token_scores"] if levels - {"answer"} else [])]
     if with_ends and "step" in levels:
-        kinds.append(STEP_ENDS)
+        kinds.append(Column.STEP_ENDS)
     return tuple(f"{kind}{qualifier}{suffix}" for kind in kinds)
 
 

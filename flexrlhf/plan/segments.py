@@ -16,7 +16,7 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import GROUP_SCORES, PRESENT
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Graph, Operator, is_own
 
 GROUPED = "group_advantages"
@@ -39,11 +39,11 @@ def with_segments(graph: Graph, spec: Spec) -> Graph:
 
 def _segmented(operator: Operator, is_by_row: bool) -> Operator:
     if operator.samples_responses:
-        written = (*operator.writes, PRESENT)
+        written = (*operator.writes, Column.PRESENT)
         return replace(operator, writes=written, carries=tuple(name for name in written if name not in _RECOMPUTED))
-    operator = replace(operator, reads=(*operator.reads, PRESENT), is_by_row=is_by_row)
+    operator = replace(operator, reads=(*operator.reads, Column.PRESENT), is_by_row=is_by_row)
     if is_by_row and operator.function == GROUPED:
-        return replace(operator, writes=(*operator.writes, GROUP_SCORES), carries=(GROUP_SCORES,))
+        return replace(operator, writes=(*operator.writes, Column.GROUP_SCORES), carries=(Column.GROUP_SCORES,))
     return operator
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from flexrlhf.metrics import METRICS, MOST_STALE
+from flexrlhf.metrics import METRICS
 from flexrlhf.report.look import run_colour
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.runs.metric_table import Series
@@ -50,8 +50,6 @@ _LINES = (
 """Lines of runs: one run's shows through the next one's where they coincide."""
 ROWS = "rows_"
 """Begins the names of metrics that have a figure together (rows_picture.py)."""
-STALE = tuple(f"staleness_{age}" for age in range(MOST_STALE + 1))
-"""Shares of a step's tokens by their staleness, which have a figure together, too."""
 OWN = "mean of what a function of the user reports"
 
 
@@ -117,7 +115,9 @@ def further_curves(runs: Sequence[RunContents]) -> list[Picture]:
     """Return the figures of all other metrics."""
     shown = {*MAIN, *(PAIRS[name] for name in MAIN if name in PAIRS and curves_of(runs, name))}
     others = [
-        metric.name for metric in METRICS if metric.name not in {*shown, *STALE} and not metric.name.startswith(ROWS)
+        metric.name
+        for metric in METRICS
+        if metric.name not in {*shown, *METRICS.stale_shares} and not metric.name.startswith(ROWS)
     ]
     paired = {PAIRS[name] for name in others if name in PAIRS and curves_of(runs, name)}
     own = _own_metrics(runs)[:MOST_OWN]

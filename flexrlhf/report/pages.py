@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.config.user_paths import check_output, instead_of, is_json, write_output
+from flexrlhf.config.output_path import OutputPath
+from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.page import Page, Section, Table, is_own_page, render
@@ -42,7 +42,7 @@ class WrittenPage:
 
 def check_page_path(path: Path, option: str, inputs: Sequence[Path] = ()) -> None:
     """Raise UserError if a page could not be written at ``path``, or would replace a file of another kind."""
-    check_output(path, option, "report.html", is_own_page, inputs)
+    OutputPath(path, option).check_file("report.html", is_own_page, inputs)
 
 
 def write_report(directories: Sequence[Path], path: Path, profile: Path | None) -> WrittenPage:
@@ -50,7 +50,7 @@ def write_report(directories: Sequence[Path], path: Path, profile: Path | None) 
     check_page_path(path, "--output", [each / name for each in directories for name in (CONFIG, METRICS)])
     if profile is not None and not profile.is_file():
         raise UserError(
-            f"--profile {profile}: no such file{instead_of(profile, is_json)}; `flexrlhf profile` writes one"
+            f"--profile {profile}: no such file{instead_of(profile, '.json')}; `flexrlhf profile` writes one"
         )
     runs = [_reported(contents, profile) for contents in _named_apart([read_contents(each) for each in directories])]
     return _write(path, "--output", run_page(runs, _now()), runs)
@@ -69,7 +69,7 @@ class PlanPage:
         runs = []
         for plan in plans:
             prediction = predict(plan)
-            contents = RunContents(plan.spec.directory, dump_spec(plan.spec), plan.spec, steps=plan.spec.steps)
+            contents = RunContents(plan.spec.directory, plan.spec.dump(), plan.spec, steps=plan.spec.steps)
             runs.append(ReportedRun(contents, plan, prediction))
         return _write(self._path, "--html", plan_page(runs, _now()), runs)
 
@@ -79,7 +79,7 @@ class TablesPage:
 
     def __init__(self, path: Path, such_as: str) -> None:
         """Check ``path``. ``such_as``: an example of a file name. Raises UserError."""
-        check_output(path, "--html", such_as, is_own_page)
+        OutputPath(path, "--html").check_file(such_as, is_own_page)
         self._path = path
 
     def write(self, title: str, sections: Iterable[Mapping[str, Any]], footer: str) -> None:
@@ -88,7 +88,7 @@ class TablesPage:
         for section in sections:
             tables = [Table(head, tuple(rows)) for head, *rows in section["tables"]]
             made.append(Section(**{**section, "tables": tuple(tables), "notes": tuple(section["notes"])}))
-        write_output(self._path, "--html", render(Page(title, (), tuple(made), footer)))
+        OutputPath(self._path, "--html").write(render(Page(title, (), tuple(made), footer)))
 
 
 def _named_apart(runs: Sequence[RunContents]) -> list[RunContents]:
@@ -111,7 +111,7 @@ def _reported(contents: RunContents, profile: Path | None) -> ReportedRun:
 
 def _write(path: Path, option: str, page: Page, runs: Sequence[ReportedRun]) -> WrittenPage:
     text = without_surrogates(render(page))
-    write_output(path, option, text)
+    OutputPath(path, option).write(text)
     return WrittenPage(path, len(text.encode()), tuple(map(one_line, _notes(runs))))
 
 

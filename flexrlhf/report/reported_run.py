@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.data.hub import cached_snapshot, hub_name
+from flexrlhf.data.hub import HubName
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.lengths import read_lengths
@@ -214,8 +214,8 @@ def _present(path: str, start: Path | None) -> str:
         return path
     if start is not None and (start / path).exists():
         return str(start / path)
-    name = hub_name(path)
+    name = HubName.parse(path)
     if name is None:
         return path
-    cached = cached_snapshot(name, "model")
+    cached = name.cached("model")
     return f"./{path}" if cached is None else str(cached)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from flexrlhf.metrics import STALENESS, Outcome
+from flexrlhf.metrics import METRICS, Outcome
 from flexrlhf.operators.outcomes import RowAccount
-from flexrlhf.report.curves import HEIGHT, MARGIN, STALE
+from flexrlhf.report.curves import HEIGHT, MARGIN
 from flexrlhf.report.look import OTHERS, RUNS
 from flexrlhf.report.picture import AUTOMARGIN, Picture, make_figure
 from flexrlhf.report.samples_table import spread
@@ -68,19 +68,21 @@ def _points(rows: MetricTable, name: str, places: Sequence[int]) -> tuple[list[i
 
 def staleness_picture(run: RunContents, key: str) -> Picture | None:
     """Return the histogram over steps of the staleness of trained tokens; None for a run without stale tokens."""
-    series = {name: dict(zip(*_points(run.rows, name, shown_places(run.rows)), strict=True)) for name in STALE}
+    series = {
+        name: dict(zip(*_points(run.rows, name, shown_places(run.rows)), strict=True)) for name in METRICS.stale_shares
+    }
     steps, colours = sorted({step for each in series.values() for step in each}), (*RUNS, *OTHERS)
     traces = []
     for age, (name, known) in enumerate(series.items()):
         if known:
-            title = f"{age} or more" if name == STALE[-1] else str(age)
+            title = f"{age} or more" if name == METRICS.stale_shares[-1] else str(age)
             shares, colour = [known.get(step, 0.0) for step in steps], colours[age % len(colours)]
             traces.append(go.Bar(x=steps, y=shares, name=title, marker_color=colour, hovertemplate="%{y:.1%}"))
     if not traces:
         return None
     figure = _stacked(traces)
     figure.update_layout(barmode="stack", bargap=0)
-    caption = f"Share of the tokens that a step trains on, by {STALENESS}."
+    caption = "Share of the tokens that a step trains on, by batches trained on since the weights that sampled a token."
     return Picture(key, "Staleness of tokens", caption, figure, HEIGHT)
 
 

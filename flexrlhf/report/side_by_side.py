@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flexrlhf.config.number_settings import SettingDifference, differing_settings, nested_differences
+from flexrlhf.config.number_settings import SettingDifference
 from flexrlhf.errors import one_line, shown
 from flexrlhf.metrics import METRICS
 from flexrlhf.operators.graph import OperatorKind
@@ -159,7 +159,7 @@ def _numbers(first: RecordedSteps, other: RecordedSteps, letter: str, shows_all:
     if not steps:
         return [f"A and {letter} have no step in common"]
     found = metric_differences(first.rows, other.rows)
-    settings = differing_settings(first.spec, other.spec)
+    settings = first.spec.differences(other.spec)
     listed = [each for each in found if each.name not in MAIN and (shows_all or not each.is_same)]
     if not shows_all:
         listed = sorted(listed, key=lambda each: -each.of_scale)[:MOST_LISTED]
@@ -267,7 +267,7 @@ def _inner(difference: SettingDifference) -> Iterator[SettingDifference]:
     if first is None or second is None:
         yield difference
     else:
-        yield from nested_differences(first, second, difference.key)
+        yield from SettingDifference.between(first, second, difference.key)
 
 
 def _by_place(value: Any) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from flexrlhf.user_code.call_failures import CallFailure
 
@@ -90,6 +90,11 @@ class Sample:
     turns: Sequence[Mapping[str, str]] = ()
     conversation: Sequence[Mapping[str, str]] = ()
 
+    def step_ends(self, separator: str) -> set[int]:
+        """Return the places of the tokens that end a step of the response."""
+        ends = step_ends(split_steps(self.response, separator))
+        return set(step_end_tokens(ends, self.num_tokens, self.num_characters))
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -117,6 +122,16 @@ class Reply:
 
     scores: list[Score]
     failure: CallFailure | None = None
+
+    @classmethod
+    def failed(cls, batch: ScoreBatch, failure: CallFailure) -> Self:
+        """Return the reply of a call that failed: no score for any sample."""
+        return cls([None] * len(batch), failure)
+
+    @property
+    def as_json(self) -> list[Any]:
+        """Scores as a service returns them: null without one."""
+        return [_as_json(score) for score in self.scores]
 
 
 @dataclass(frozen=True)
@@ -168,6 +183,10 @@ def make_batches(samples: Sequence[Sample], batch_size: int, separator: str | No
     return [make_batch(samples[start : start + batch_size], separator) for start in range(0, len(samples), batch_size)]
 
 
-def failed_reply(batch: ScoreBatch, failure: CallFailure) -> Reply:
-    """Return the reply of a call that failed: no score for any sample."""
-    return Reply([None] * len(batch), failure)
+def _as_json(score: Score) -> Any:
+    match score:
+        case StepScores(values=values):
+            return list(values)
+        case NotApplicable():
+            return None
+    return score

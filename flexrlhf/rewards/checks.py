@@ -6,14 +6,15 @@ import ast
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.code_checks import check_function, definitions, python_file
-from flexrlhf.config.proxies import check_certificates, proxy_of
+from flexrlhf.config.proxies import Address, check_certificates
 from flexrlhf.config.reward_sources import FunctionSource, RewardSource, RuleSource, ServiceSource
-from flexrlhf.config.secrets import expanded, expanded_url, has_port
+from flexrlhf.config.secrets import expanded
 from flexrlhf.errors import UserError, nearest, shown
 from flexrlhf.rewards.solutions import is_read
 from flexrlhf.rewards.worker_calls import FORMS, form_of, required_columns
@@ -27,108 +28,118 @@ _PACKAGES = {
 """Rule → module and package that it needs, and the extra with it."""
 
 
-def check_sources(sources: Sequence[RewardSource], name: str = "reward") -> None:
-    """Raise UserError for the first of the sources of section ``name`` that could not be called, models aside.
+@dataclass(frozen=True)
+class SourceChecks:
+    """Checks of the sources of scores of one section.
 
-    A name that a module imports by ``import *``, or a module of another kind than a Python file, is not checked.
+    sources:  of the section
+    name:     of the section, ``reward`` or ``cost``
     """
-    for index, source in enumerate(sources):
-        section = name if len(sources) == 1 else f"{name}.{index}"
-        match source:
-            case FunctionSource():
-                _check_function(source, section)
-            case ServiceSource():
-                _check_service(source, section)
-            case RuleSource(pattern=str(pattern)):
-                _check_pattern(pattern, f"{section}.pattern")
-            case RuleSource(rule="math" | "reasoning-gym" as rule):
-                module, package, extra = _PACKAGES[rule]
-                if find_spec(module) is None:
-                    raise UserError(f"{section}.rule: {rule} needs the package {package}; install flexrlhf[{extra}]")
 
+    sources: Sequence[RewardSource]
+    name: str = "reward"
 
-def check_forms(sources: Sequence[RewardSource], name: str) -> None:
-    """Raise UserError for the first source of section ``name`` that no machine could call: a function without a name,
-    an expression or an address that is none.
-    """
-    for index, source in enumerate(sources):
-        section = name if len(sources) == 1 else f"{name}.{index}"
-        match source:
-            case FunctionSource(function=reference) if not reference.rpartition(":")[0]:
-                check_function(reference, f"{section}.function")
-            case ServiceSource():
-                # the others may be whole only where the run is started
-                whole = [url for url in source.url if "${" not in url]
-                _check_addresses(section, whole, whole)
-            case RuleSource(pattern=str(pattern)):
-                _check_pattern(pattern, f"{section}.pattern")
+    def _section(self, index: int) -> str:
+        return self.name if len(self.sources) == 1 else f"{self.name}.{index}"
 
+    def check(self) -> None:
+        """Raise UserError for the first source that could not be called, models aside.
 
-def check_present_functions(sources: Sequence[RewardSource], name: str) -> bool:
-    """Check functions as ``check_sources`` does, where their files are there; return whether all of them are."""
-    functions = {index: source for index, source in enumerate(sources) if isinstance(source, FunctionSource)}
-    present = {index for index, source in functions.items() if Path(source.function.rpartition(":")[0]).is_file()}
-    for index in sorted(present):
-        _check_function(functions[index], name if len(sources) == 1 else f"{name}.{index}")
-    return len(present) == len(functions)
+        A name that a module imports by ``import *``, or a module of another kind than a Python file, is not checked.
+        """
+        for index, source in enumerate(self.sources):
+            section = self._section(index)
+            match source:
+                case FunctionSource():
+                    _check_function(source, section)
+                case ServiceSource():
+                    _check_service(source, section)
+                case RuleSource(pattern=str(pattern)):
+                    _check_pattern(pattern, f"{section}.pattern")
+                case RuleSource(rule="math" | "reasoning-gym" as rule):
+                    module, package, extra = _PACKAGES[rule]
+                    if find_spec(module) is None:
+                        raise UserError(
+                            f"{section}.rule: {rule} needs the package {package}; install flexrlhf[{extra}]"
+                        )
+
+    def check_forms(self) -> None:
+        """Raise UserError for the first source that no machine could call: a function without a name,
+        an expression or an address that is none.
+        """
+        for index, source in enumerate(self.sources):
+            section = self._section(index)
+            match source:
+                case FunctionSource(function=reference) if not reference.rpartition(":")[0]:
+                    check_function(reference, f"{section}.function")
+                case ServiceSource():
+                    # the others may be whole only where the run is started
+                    whole = [url for url in source.url if "${" not in url]
+                    _check_addresses(section, whole, whole)
+                case RuleSource(pattern=str(pattern)):
+                    _check_pattern(pattern, f"{section}.pattern")
+
+    def check_present_functions(self) -> bool:
+        """Check functions as ``check`` does, where their files are there; return whether all of them are."""
+        functions = {index: source for index, source in enumerate(self.sources) if isinstance(source, FunctionSource)}
+        present = {index for index, source in functions.items() if Path(source.function.rpartition(":")[0]).is_file()}
+        for index in sorted(present):
+            _check_function(functions[index], self._section(index))
+        return len(present) == len(functions)
+
+    def check_columns(self, columns: Collection[str], path: str, with_functions: bool = True) -> None:
+        """Raise UserError for the first source that needs a column that no row of ``path`` has.
+
+        A service needs a label that is written in the YAML; a function needs its parameters without a default, where
+        its ``def`` can be read. ``with_functions``: whether the files of functions have been checked, so that they are
+        read.
+        """
+        for index, source in enumerate(self.sources):
+            section = self._section(index)
+            match source:
+                case FunctionSource() if with_functions:
+                    needed = [(f"{section}.function: {source.function} takes", key) for key in _needed(source)]
+                case ServiceSource() if "label" in source.model_fields_set:
+                    needed = [(f"{section}.label:", source.label)]
+                case RuleSource(rule="exact_answer" | "gsm8k" | "math"):
+                    needed = [(f"{section}.answer:", source.answer)]
+                case RuleSource(rule="reasoning-gym"):
+                    needed = [(f"{section}.rule: reasoning-gym reads", "entry")]
+                case _:
+                    needed = []
+            for words, column in needed:
+                if column not in columns:
+                    raise UserError(
+                        f"{words} {shown(column)}, no column of {path}{nearest(column, columns)}; "
+                        f"there are {', '.join(columns)}"
+                    )
+
+    def solutions_read(self, rows: Sequence[Mapping[str, Any]], most: int) -> Iterator[tuple[str, int, int, Any]]:
+        """Yield (setting, solutions tried, how many its rule cannot read, the first of these) for each rule
+        that reads solutions. Of ``rows`` at most ``most`` are tried, evenly spaced; none without its package.
+        """
+        for index, source in enumerate(self.sources):
+            if not isinstance(source, RuleSource) or source.rule not in ("gsm8k", "math"):
+                continue
+            if source.rule == "math" and find_spec(_PACKAGES["math"][0]) is None:
+                continue
+            given = [
+                value for row in rows[:: -(-len(rows) // most) or 1] if (value := row.get(source.answer)) is not None
+            ]
+            unread = [value for value in given if not is_read(source.rule, value)]
+            section = self._section(index)
+            yield f"{section}.answer", len(given), len(unread), next(iter(unread), None)
+
+    def check_solutions(self, rows: Sequence[Mapping[str, Any]], path: str) -> None:
+        """Raise UserError for a rule that can read none of some solutions in ``rows``."""
+        for setting, tried, unread, first in self.solutions_read(rows, 8):
+            if tried and unread == tried:
+                raise UserError(f"{setting}: the rule cannot read the solutions in {path}, such as {shown(first)}")
 
 
 def _check_function(source: FunctionSource, section: str) -> None:
     check_function(source.function, f"{section}.function")
     _check_form(source.function, f"{section}.function")
-
-
-def check_columns(
-    sources: Sequence[RewardSource], name: str, columns: Collection[str], path: str, with_functions: bool = True
-) -> None:
-    """Raise UserError for the first source of section ``name`` that needs a column that no row of ``path`` has.
-
-    A service needs a label that is written in the YAML; a function needs its parameters without a default, where its
-    ``def`` can be read. ``with_functions``: whether the files of functions have been checked, so that they are read.
-    """
-    for index, source in enumerate(sources):
-        section = name if len(sources) == 1 else f"{name}.{index}"
-        match source:
-            case FunctionSource() if with_functions:
-                needed = [(f"{section}.function: {source.function} takes", key) for key in _needed(source)]
-            case ServiceSource() if "label" in source.model_fields_set:
-                needed = [(f"{section}.label:", source.label)]
-            case RuleSource(rule="exact_answer" | "gsm8k" | "math"):
-                needed = [(f"{section}.answer:", source.answer)]
-            case RuleSource(rule="reasoning-gym"):
-                needed = [(f"{section}.rule: reasoning-gym reads", "entry")]
-            case _:
-                needed = []
-        for words, column in needed:
-            if column not in columns:
-                raise UserError(
-                    f"{words} {shown(column)}, no column of {path}{nearest(column, columns)}; "
-                    f"there are {', '.join(columns)}"
-                )
-
-
-def solutions_read(
-    sources: Sequence[RewardSource], name: str, rows: Sequence[Mapping[str, Any]], most: int
-) -> Iterator[tuple[str, int, int, Any]]:
-    """Yield (setting, solutions tried, how many its rule cannot read, the first of these) for each rule of section
-    ``name`` that reads solutions. Of ``rows`` at most ``most`` are tried, evenly spaced; none without its package.
-    """
-    for index, source in enumerate(sources):
-        if not isinstance(source, RuleSource) or source.rule not in ("gsm8k", "math"):
-            continue
-        if source.rule == "math" and find_spec(_PACKAGES["math"][0]) is None:
-            continue
-        given = [value for row in rows[:: -(-len(rows) // most) or 1] if (value := row.get(source.answer)) is not None]
-        unread = [value for value in given if not is_read(source.rule, value)]
-        section = name if len(sources) == 1 else f"{name}.{index}"
-        yield f"{section}.answer", len(given), len(unread), next(iter(unread), None)
-
-
-def check_solutions(sources: Sequence[RewardSource], name: str, rows: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Raise UserError for a rule of section ``name`` that can read none of some solutions in ``rows``."""
-    for setting, tried, unread, first in solutions_read(sources, name, rows, 8):
-        if tried and unread == tried:
-            raise UserError(f"{setting}: the rule cannot read the solutions in {path}, such as {shown(first)}")
 
 
 def _needed(source: FunctionSource) -> list[str]:
@@ -192,16 +203,16 @@ def _check_addresses(section: str, written: Sequence[str], addresses: Sequence[s
             raise UserError(
                 f"{section}.url: expected an address such as http://localhost:8000/score, found {shown(url)}"
             )
-        if not has_port(address):
+        if not Address(address).has_port:
             raise UserError(f"{section}.url: no such port, use 1 to 65535, found {shown(url)}")
 
 
 def _check_service(source: ServiceSource, section: str) -> None:
-    addresses = [expanded_url(url, f"{section}.url") for url in source.url]
+    addresses = [Address.expanded(url, f"{section}.url").url for url in source.url]
     _check_addresses(section, source.url, addresses)
     check_certificates()
     for address in addresses:
-        proxy_of(address)
+        Address(address).proxy()
     for header, value in source.headers.items():
         sent = header + expanded(value, f"{section}.headers.{header}")
         if not sent.isascii() or "\n" in sent:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from flexrlhf.config.reward_sources import ExternalSource, FunctionSource, RuleSource, ServiceSource
+from flexrlhf.config.reward_sources import FunctionSource, RuleSource, ServiceSource
 from flexrlhf.rewards.base import NotApplicable, Sample, Score, Scores, StepScores, step_end_tokens
 from flexrlhf.rewards.limits import ScoreSource
 from flexrlhf.rewards.rules import make_rule
@@ -16,6 +16,9 @@ from flexrlhf.rewards.worker_calls import call, load
 from flexrlhf.rewards.workers import Workers, WorkerSource
 from flexrlhf.user_code.call_failures import WarnOnce
 from flexrlhf.user_code.deadline import Deadline
+
+ExternalSource = FunctionSource | ServiceSource | RuleSource
+"""A source that is no model."""
 
 
 class Scorer:

@@ -41,10 +41,10 @@ import httpx
 from pydantic_core import from_json
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from flexrlhf.config.proxies import check_certificates, proxy_of, unreachable
+from flexrlhf.config.proxies import Address, check_certificates
 from flexrlhf.config.reward_sources import ServiceSource
-from flexrlhf.config.secrets import expanded, expanded_url, masked
-from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, failed_reply, make_batches
+from flexrlhf.config.secrets import expanded, masked
+from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, make_batches
 from flexrlhf.rewards.limits import CircuitBreaker
 from flexrlhf.rewards.replies import read_reply
 from flexrlhf.text import bytes_text
@@ -69,7 +69,7 @@ class HttpService:
         # raises UserError for an environment variable that this rank lacks, or a proxy that it cannot use
         self._headers()
         for url in source.url:
-            proxy_of(expanded_url(url, "url"))
+            Address.expanded(url, "url").proxy()
         check_certificates()
         # counts on from step to step, so that steps of one batch use all URLs, too
         self._turns = itertools.count()
@@ -96,7 +96,7 @@ class HttpService:
         async def reply(clients: Clients, batch: ScoreBatch, turn: int) -> Reply:
             async with concurrency:
                 failure = breaker.failure()
-                found = failed_reply(batch, failure) if failure else await self._send(clients, batch, turn, deadline)
+                found = Reply.failed(batch, failure) if failure else await self._send(clients, batch, turn, deadline)
                 breaker.record(found)
                 return found
 
@@ -108,7 +108,7 @@ class HttpService:
 
     def _client(self, url: str, certificates: SSLContext) -> httpx.AsyncClient:
         """Return a client for the requests to ``url``, by its proxy if it has one."""
-        proxy = proxy_of(expanded_url(url, "url"))
+        proxy = Address.expanded(url, "url").proxy()
         return httpx.AsyncClient(
             headers=self._headers(),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
@@ -128,12 +128,12 @@ class HttpService:
             async with asyncio.timeout(limit):
                 return await self._retrying()(self._request, clients, batch, content, turn, failures)
         except CallFailed as error:
-            return failed_reply(batch, error.failure)
+            return Reply.failed(batch, error.failure)
         except TimeoutError:
             late = CallFailure("deadline", f"no scores within {self._source.deadline_seconds:g} s")
             late = deadline.failure() if limit < self._source.deadline_seconds else late
             further = f"; last {failures[-1].text}" if failures else ""
-            return failed_reply(batch, replace(late, text=late.text + further))
+            return Reply.failed(batch, replace(late, text=late.text + further))
 
     async def _request(
         self, clients: Clients, batch: ScoreBatch, content: bytes, turn: int, failures: list[CallFailure]
@@ -143,7 +143,7 @@ class HttpService:
         url, client = self._source.url[place], clients[place]
         try:
             async with asyncio.timeout(self._source.timeout_seconds):
-                address, headers = expanded_url(url, "url"), {"Content-Type": "application/json"}
+                address, headers = Address.expanded(url, "url").url, {"Content-Type": "application/json"}
                 async with client.stream("POST", address, content=content, headers=headers) as response:
                     reply = await _received(response)
             return read_reply(_scores(reply), batch, self._source.level)
@@ -186,7 +186,7 @@ class HttpService:
             return CallFailure("reply", f"{where}{error}")
         if isinstance(error, httpx.HTTPStatusError):
             return CallFailure("status", f"{where}status {error.response.status_code}")
-        through = unreachable(expanded_url(url, "url"))
+        through = Address.expanded(url, "url").unreachable()
         return CallFailure("connection", f"{where}{type(error).__name__} {error}".rstrip() + through)
 
 

@@ -28,7 +28,7 @@ from inspect import signature as signature_of
 from typing import Any, Literal
 
 from flexrlhf.config.code_loading import load_function
-from flexrlhf.rewards.base import Reply, Score, ScoreBatch, failed_reply
+from flexrlhf.rewards.base import Reply, Score, ScoreBatch
 from flexrlhf.rewards.replies import read_applicable, read_reply
 from flexrlhf.rewards.solutions import missing_solution, parsed_response, parsed_solution, unread_solution
 from flexrlhf.user_code.call_failures import CallFailure, Caught
@@ -106,7 +106,7 @@ def call(reference: str, level: str, batch: ScoreBatch) -> Reply:
         columns = {name: values for name, values in _columns(given).items() if name not in texts}
         return read_reply(function(given.prompts, given.responses, **_accepted(signature, columns)), batch, level)
     assert caught.failure is not None, "a call that neither returned nor raised"
-    return failed_reply(batch, caught.failure)
+    return Reply.failed(batch, caught.failure)
 
 
 def match(pattern: str, batch: ScoreBatch) -> Reply:

@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
-from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, failed_reply, make_batches
+from flexrlhf.rewards.base import Reply, Sample, Score, ScoreBatch, make_batches
 from flexrlhf.rewards.limits import CircuitBreaker
 from flexrlhf.user_code.call_failures import CallFailed, CallFailure, WarnOnce
 from flexrlhf.user_code.deadline import Deadline
-from flexrlhf.user_code.worker_process import Worker, loaded
+from flexrlhf.user_code.worker_process import Worker
 
 
 class Workers:
@@ -66,7 +66,7 @@ class Workers:
         self, call: Callable[[ScoreBatch], Reply], batch: ScoreBatch, breaker: CircuitBreaker, deadline: Deadline
     ) -> Reply:
         failure = breaker.failure()
-        reply = failed_reply(batch, failure) if failure else self._call(call, batch, deadline)
+        reply = Reply.failed(batch, failure) if failure else self._call(call, batch, deadline)
         breaker.record(reply)
         return reply
 
@@ -75,10 +75,10 @@ class Workers:
         worker = self._idle.get_nowait()
         try:
             if failure := self._prepare(worker, deadline):
-                return failed_reply(batch, failure)
+                return Reply.failed(batch, failure)
             return worker.run(call, batch, seconds=self._seconds, deadline=deadline)
         except CallFailed as error:
-            return failed_reply(batch, error.failure)
+            return Reply.failed(batch, error.failure)
         finally:
             self._idle.put(worker)
 
@@ -90,7 +90,7 @@ class Workers:
         if self._load is None or self._given_up:
             return self._given_up
         try:
-            return loaded(worker, self._load, deadline)
+            return worker.load(self._load, deadline)
         except CallFailed as error:
             if error.failure.kind == "load timeout":
                 self._given_up = error.failure

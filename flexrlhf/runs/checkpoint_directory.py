@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.runs.durable_files import WRITING, FileEntry, file_checksum, sync_to_disk
 from flexrlhf.runs.fingerprints import library_versions
 from flexrlhf.runs.manifest import MANIFEST, Manifest, Progress
@@ -86,7 +85,7 @@ class CheckpointDirectory:
         inputs:  digests of models and of a user's code.
         """
         fresh = self.unfinished
-        Manifest(dump_spec(spec), data, library_versions(), files, progress, inputs).write(fresh)
+        Manifest(spec.dump(), data, library_versions(), files, progress, inputs).write(fresh)
         sync_to_disk(fresh)
         if self.path.exists():
             # of an attempt that went on from an earlier checkpoint

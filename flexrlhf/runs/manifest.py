@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.runs.durable_files import FileEntry, write_durably
@@ -74,7 +73,7 @@ class Manifest:
     @cached_property
     def settings(self) -> Spec:
         """Settings of the run. Raises UserError for some that this version does not have."""
-        return parse_spec(read_yaml(self.spec), "settings of the run that wrote the checkpoint")
+        return Spec.parse(read_yaml(self.spec), "settings of the run that wrote the checkpoint")
 
     def write(self, directory: Path) -> None:
         """Write ``manifest.json`` into ``directory``, on disk when this returns."""

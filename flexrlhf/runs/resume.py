@@ -12,9 +12,8 @@ from typing import Annotated
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from flexrlhf.config.algorithms.base import SampledSpec
-from flexrlhf.config.number_settings import differing_settings, type_changes
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec, spec_data
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
@@ -47,8 +46,8 @@ class RunOrder:
     spec: Annotated[
         Spec,
         # each rank reads it, and YAML takes thirty times as long
-        PlainSerializer(lambda spec: json.dumps(spec_data(spec))),
-        PlainValidator(lambda text: parse_spec(json.loads(text))),
+        PlainSerializer(lambda spec: json.dumps(spec.written())),
+        PlainValidator(lambda text: Spec.parse(json.loads(text))),
     ]
     candidates: tuple[Path, ...] = ()
     continues: bool = False
@@ -196,7 +195,7 @@ def _changes(plan: Plan, before: Spec, inputs: Mapping[str, str] | None) -> list
 
     ``inputs``: digests in the checkpoint.
     """
-    changes = [f"{key} was {was} and is {now}" for key, was, now in type_changes(before, plan.spec)]
+    changes = [f"{key} was {was} and is {now}" for key, was, now in before.type_changes(plan.spec)]
     if inputs is None:
         return [*changes, "its checkpoint is of an older version, so that models and code are not compared"]
     found = fixed_inputs(plan)
@@ -307,7 +306,7 @@ def _earlier(plan: Plan, where: CheckpointDirectory) -> str:
 
 def _check_settings(plan: Plan, before: Spec, where: CheckpointDirectory | RunDirectory, free: tuple[str, ...]) -> None:
     """Raise UserError for a setting, none of those that begin with ``free``, whose change would change numbers."""
-    changed = [each for each in differing_settings(before, plan.spec) if not each.key.startswith(free)]
+    changed = [each for each in before.differences(plan.spec) if not each.key.startswith(free)]
     if changed:
         each, more = changed[0], f" ({len(changed) - 1} more settings differ)" if len(changed) > 1 else ""
         raise UserError(
@@ -337,7 +336,7 @@ def is_kept_run(plan: Plan) -> bool:
         if status is None or status.state != "finished" or status.steps != plan.spec.steps:
             return False
         written = load_spec(directory.config)
-        return dump_spec(written) == dump_spec(plan.spec) and all(map(_is_model, plan.outputs))
+        return written.dump() == plan.spec.dump() and all(map(_is_model, plan.outputs))
     except UserError:
         return False
 

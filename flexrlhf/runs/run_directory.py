@@ -18,7 +18,6 @@ from typing import IO, Any, Literal
 from pydantic import TypeAdapter
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.runs.checkpoint_directory import FOLDER, CheckpointDirectory
 from flexrlhf.runs.durable_files import ABANDONED, WRITING, free_name
@@ -166,7 +165,7 @@ class RunDirectory:
                     directory.rename(free_name(directory))
             directory.mkdir(parents=True, exist_ok=True)
             lock = self.lock()
-            self.config.write_text(dump_spec(spec))
+            self.config.write_text(spec.dump())
             (directory / "plan.txt").write_text(plan_text + "\n")
             if not continues:
                 self.write_status("running", 0, spec.steps)

@@ -16,7 +16,7 @@ from secrets import token_hex
 
 from flexrlhf.comm.store import own_address
 from flexrlhf.comm.world import World
-from flexrlhf.config.job_secret import MAKE, VARIABLE, derived_token, job_secret, signed, verified
+from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
@@ -121,24 +121,28 @@ def open_run_files(world: World, orders: Sequence[RunOrder], shares: bool, secon
     runs = _served_runs(orders)
     if world.rank != 0:
         world.wait_for(world.store, {_SERVER: "rank 0"}, "the files of the runs", seconds)
-        server = json.loads(verified(_SERVER, world.store.get(_SERVER).decode()))
+        secret = JobSecret.here()
+        server = json.loads(secret.verified(_SERVER, world.store.get(_SERVER).decode()))
         remote = None
         if not shares:
-            token = derived_token(server["nonce"])
+            token = secret.derived_token(server["nonce"])
             remote = RemoteFiles(runs.roots, server["host"], server["port"], token, seconds)
         yield RunFiles(world.rank == world.first_here and not shares, bool(server), remote)
         return
     keys = {f"files/shares/{rank}": f"rank {rank}" for rank in range(world.size)}
     world.wait_for(world.store, keys, "the files of the runs", seconds)
+    secret = JobSecret.here()
     if all(int(world.store.get(key)) for key in keys):
-        world.store.set(_SERVER, signed(_SERVER, "{}"))
+        world.store.set(_SERVER, secret.signed(_SERVER, "{}"))
         yield RunFiles(True)
         return
-    if not job_secret():
-        raise UserError(f"{VARIABLE}: missing; machines that do not mount the runs of rank 0 send it files; {MAKE}")
+    if not secret.value:
+        raise UserError(
+            f"{secret.VARIABLE}: missing; machines that do not mount the runs of rank 0 send it files; {secret.MAKE}"
+        )
     host, nonce = own_address(world.host), token_hex()
-    with serve_files(runs, derived_token(nonce), host, seconds, world.size + SPARE_CONNECTIONS) as port:
-        world.store.set(_SERVER, signed(_SERVER, json.dumps({"host": host, "port": port, "nonce": nonce})))
+    with serve_files(runs, secret.derived_token(nonce), host, seconds, world.size + SPARE_CONNECTIONS) as port:
+        world.store.set(_SERVER, secret.signed(_SERVER, json.dumps({"host": host, "port": port, "nonce": nonce})))
         yield RunFiles(True, are_copied=True)
 
 

@@ -17,7 +17,6 @@ from flexrlhf.config.output_settings import LoggerSpec
 from flexrlhf.config.plugins import load_plugin
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, RunLogger, check_loggers
@@ -135,7 +134,7 @@ def open_loggers(spec: Spec, directory: Path) -> RunLoggers:
 
 
 def _open(logger: LoggerSpec, spec: Spec, directory: Path, state: LoggerState | None) -> _Attached:
-    settings: Mapping[str, Any] = without_secrets(read_yaml(dump_spec(spec)))
+    settings: Mapping[str, Any] = without_secrets(read_yaml(spec.dump()))
     run = LoggedRun(spec, settings, directory, None if state is None else state.identifier)
     kind: type[RunLogger] = load_plugin("loggers", logger.name)
     try:

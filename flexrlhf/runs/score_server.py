@@ -29,7 +29,7 @@ from pydantic_core import from_json
 
 from flexrlhf.config.reward_sources import Level
 from flexrlhf.errors import UserError, one_line
-from flexrlhf.rewards.base import NotApplicable, Score, ScoreBatch, StepScores
+from flexrlhf.rewards.base import ScoreBatch
 from flexrlhf.runs.served_scores import ServedScores
 from flexrlhf.runs.token_server import MOST_CONNECTIONS, Refused, TokenHandler, TokenServer, connection_room
 from flexrlhf.text import counted
@@ -166,7 +166,7 @@ class _ScoreHandler(TokenHandler):
             and not any(score is not None for score in reply.scores)
         ):
             raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, reply.failure.text)
-        return [_as_json(score) for score in reply.scores]
+        return reply.as_json
 
     def _respond(self, status: HTTPStatus, text: str) -> None:
         """Respond, and print a line about the request."""
@@ -174,12 +174,3 @@ class _ScoreHandler(TokenHandler):
         note = self._note if status == HTTPStatus.OK else f"{status.value}: {text}"
         print(one_line(f"{time.strftime('%H:%M:%S')} {self.client_address[0]}: {note}"), flush=True)
         super()._respond(status, text)
-
-
-def _as_json(score: Score) -> Any:
-    match score:
-        case StepScores(values=values):
-            return list(values)
-        case NotApplicable():
-            return None
-    return score

@@ -22,12 +22,11 @@ from flexrlhf.errors import UserError
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.run_tokenizer import load_tokenizer
-from flexrlhf.rewards.base import Reply, ScoreBatch, failed_reply
-from flexrlhf.rewards.checks import check_sources
+from flexrlhf.rewards.base import Reply, ScoreBatch
+from flexrlhf.rewards.checks import SourceChecks
 from flexrlhf.rewards.worker_calls import call, load
 from flexrlhf.user_code.call_failures import CallFailed
-from flexrlhf.user_code.deadline import Deadline
-from flexrlhf.user_code.worker_process import LOAD_SECONDS, START_SECONDS, Worker, loaded
+from flexrlhf.user_code.worker_process import Worker
 
 
 class ServedScores(Protocol):
@@ -50,14 +49,14 @@ class FunctionScores:
 
     def __init__(self, reference: str, workers: int, seconds: float) -> None:
         """Check the function and load it in a first process. Raises UserError if it cannot be called."""
-        check_sources([FunctionSource(function=reference)])
+        SourceChecks([FunctionSource(function=reference)]).check()
         self._reference, self._seconds = reference, seconds
         self._workers = [Worker() for _ in range(workers)]
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         try:
-            failure = loaded(self._workers[0], partial(load, reference), self._deadline())
+            failure = self._workers[0].load(partial(load, reference), Worker.loading_deadline(self._seconds))
         except CallFailed as error:
             failure = error.failure
         if failure is not None:
@@ -67,19 +66,15 @@ class FunctionScores:
     def score(self, batch: ScoreBatch, level: Level) -> Reply:
         worker = self._idle.get()
         try:
-            deadline = self._deadline()
-            failure = loaded(worker, partial(load, self._reference), deadline)
+            deadline = Worker.loading_deadline(self._seconds)
+            failure = worker.load(partial(load, self._reference), deadline)
             if failure is not None:
-                return failed_reply(batch, failure)
+                return Reply.failed(batch, failure)
             return worker.run(call, self._reference, level, batch, seconds=self._seconds, deadline=deadline)
         except CallFailed as error:
-            return failed_reply(batch, error.failure)
+            return Reply.failed(batch, error.failure)
         finally:
             self._idle.put(worker)
-
-    def _deadline(self) -> Deadline:
-        """Return the end of a call that has to start a process and load the function, which comes before no limit."""
-        return Deadline.after(self._seconds + LOAD_SECONDS + 2 * START_SECONDS)
 
     def close(self) -> None:
         for worker in self._workers:

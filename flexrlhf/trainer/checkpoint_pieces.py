@@ -19,7 +19,7 @@ from torch import Tensor
 from flexrlhf.engines.base import StateTensor, TrainingState
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import POSITION, PRESENT
+from flexrlhf.operators.columns import Column
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.tensor_files import Piece, piece_key
@@ -128,8 +128,8 @@ def load_rows(plan: Plan, rank: int, rows: StepRows, checkpoint: Path, next_step
             ordered, values = sorted(needed), stored.get(f"{step}/{column}", {})
             places = {_place_in(plan.batch, shape, row): value for row, value in values.items()}
             empty = rows.at(step).get(column, ())
-            absent = empty.new_zeros(empty.shape[1:]) - int(column == POSITION)
-            if column == PRESENT and not values:
+            absent = empty.new_zeros(empty.shape[1:]) - int(column == Column.POSITION)
+            if column == Column.PRESENT and not values:
                 # rows that were generated whole are all there
                 places = {row: torch.ones_like(absent) for row in ordered if not plan.batch.as_taken(row)[0]}
             # places for further segments than there were are empty

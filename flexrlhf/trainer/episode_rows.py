@@ -15,7 +15,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import Columns
-from flexrlhf.operators.columns import REWARDS, TURN_ENDS, Lengths, Qualifier, qualified
+from flexrlhf.operators.columns import Column, Lengths, Qualifier, qualified
 from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
 from flexrlhf.trainer.execution import OperatorRun
 
@@ -108,7 +108,7 @@ def rows_before_turn(run: OperatorRun, store: RowStore, lengths: Lengths, pad_to
         state["attention_mask"] = torch.cat([prompts["prompt_mask"], torch.zeros_like(padding, dtype=torch.uint8)], 1)
         state["episode"] = store.get(BEGUN, rows)
         # there is no turn whose reward it would be
-        state[REWARDS][state["episode"] >= FAILED, 0] = torch.nan
+        state[Column.REWARDS][state["episode"] >= FAILED, 0] = torch.nan
     return TurnRows(state, prompts, (state["episode"] == GOING).nonzero().squeeze(1))
 
 
@@ -141,10 +141,10 @@ def after_replies(before: TurnRows, made: Columns, found: Columns, sampled: Tens
     columns["turns"] = before.state["turns"].index_add(0, places, torch.ones_like(places, dtype=torch.int32))
     for name in TOOL_CALLS:
         columns[name] = before.state[name].index_add(0, places, found[name].to(torch.int32))
-    rewards, ends = before.state[REWARDS].clone(), before.state[TURN_ENDS].clone()
+    rewards, ends = before.state[Column.REWARDS].clone(), before.state[Column.TURN_ENDS].clone()
     last = (numbers * sampled).argmax(1)
     ends[places, last] = 1
-    columns[TURN_ENDS] = ends
+    columns[Column.TURN_ENDS] = ends
     rewards[places, last] += found["reward"].float()
-    columns[REWARDS] = rewards
+    columns[Column.REWARDS] = rewards
     return columns

@@ -13,7 +13,7 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.data.examples import Example
 from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.metrics import Triple
-from flexrlhf.operators.columns import PRESENT
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.strategies.instructions import Instruction
@@ -67,9 +67,9 @@ class OperatorRun:
     def present_rows(self, store: RowStore, mini_batches: range) -> tuple[int, ...]:
         """Return the rows of ``mini_batches`` that the operator computes for: all, or those that are whole."""
         rows = self.rows_of(mini_batches)
-        if PRESENT not in self.operator.reads:
+        if Column.PRESENT not in self.operator.reads:
             return rows
-        present = store.get(PRESENT, rows).tolist()
+        present = store.get(Column.PRESENT, rows).tolist()
         return tuple(row for row, is_present in zip(rows, present, strict=True) if is_present)
 
     def has_rows(self, batch: Batch) -> bool:
@@ -98,7 +98,9 @@ class OperatorRun:
         mini_batches = self.mini_batches if mini_batches is None else mini_batches
         rows = self.present_rows(store, mini_batches)
         samples = 1 if operator.is_by_row else self.shape.samples_per_prompt
-        names = [name for name in operator.reads if (name in operator.extra_reads) == is_extra and name != PRESENT]
+        names = [
+            name for name in operator.reads if (name in operator.extra_reads) == is_extra and name != Column.PRESENT
+        ]
         if is_extra:
             suffix = f".{operator.extra_loss}"
         columns = {name.removesuffix(suffix): store.get(name, rows) for name in names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from flexrlhf.display.events import Doing, Send
+from flexrlhf.display.events import EventSender
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.trainer.checkpointer import Checkpointer
 from flexrlhf.trainer.column_files import ColumnFiles, Replay
@@ -26,7 +26,7 @@ def make_observers(
     """Return the observers of a run on this rank. Each event passes through them in this order."""
     spec, debug = rank.plan.spec, rank.plan.spec.debug
     return (
-        Display(rank.send, spec.name),
+        Display(rank.events, spec.name),
         # responses of another run replace this one's before anything is read of them
         *([Replay(debug.replay)] if debug.replay is not None else []),
         # a report contains samples and outcomes; controllers follow from the statistics that it sums over ranks
@@ -52,15 +52,15 @@ def make_observers(
 class Display(Observer):
     """Sender of the instructions of this rank to a display."""
 
-    def __init__(self, send: Send, run: str) -> None:
-        self._send, self._run = send, run
+    def __init__(self, events: EventSender, run: str) -> None:
+        self._events, self._run = events, run
 
     def begin(self, execution: Execution) -> None:
         """Send the instruction in words."""
         instruction = execution.instruction
         verb = VERBS.get(instruction.kind)
         kind = "" if isinstance(instruction, Run) else f"{verb or instruction.kind} "
-        self._send(Doing(self._run, f"{kind}{instruction.label}", execution.step, rare=verb is not None))
+        self._events.do(self._run, f"{kind}{instruction.label}", execution.step, rare=verb is not None)
 
 
 class Delay(Observer):

@@ -17,7 +17,7 @@ from flexrlhf.config.algorithms.grpo import GroupSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.group_advantages import useful_groups
-from flexrlhf.operators.columns import POSITION, PRESENT
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import TAKE_PROMPTS
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.execution import OperatorRun
@@ -42,7 +42,7 @@ def take_prompts(
     places = torch.tensor(found, dtype=torch.int32, device=store.device)
     is_present = (places >= 0).to(torch.uint8)
     taken = moments(is_present[:: shape.samples_per_prompt])
-    return {PRESENT: is_present, POSITION: places}, {TAKEN: taken}
+    return {Column.PRESENT: is_present, Column.POSITION: places}, {TAKEN: taken}
 
 
 def taken_positions(shape: BatchShape, number: int, lacking: Iterable[int], first: int) -> dict[int, int]:
@@ -66,7 +66,7 @@ def replace_prompts(
     places = torch.full(prompts.shape, -1, dtype=torch.int32, device=device)
     is_left_out = torch.zeros(prompts.shape, dtype=torch.bool, device=device)
     if before is not None:
-        has_ended = before.get(PRESENT, run.rows)[::samples] > 0
+        has_ended = before.get(Column.PRESENT, run.rows)[::samples] > 0
         rows = [
             row
             for first, ended in zip(run.rows[::samples], has_ended.tolist(), strict=True)
@@ -76,14 +76,14 @@ def replace_prompts(
         columns = {name: before.get(name, rows) for name in TAKE_PROMPTS.earlier}
         batch = Batch(columns, torch.tensor(rows, dtype=torch.int64, device=device), samples)
         is_left_out[has_ended] = ~useful_groups(spec, batch, context)
-        going = before.get(POSITION, run.rows)[::samples].masked_fill(has_ended, -1)
+        going = before.get(Column.POSITION, run.rows)[::samples].masked_fill(has_ended, -1)
         places[prompts % shape.segments > 0] = going[(prompts + 1) % shape.segments > 0]
     left_out = int(context.reducer.sum(is_left_out.sum().double()))
     first, number = int(context.state[TAKEN]), shape.num_new + int(context.state.get(LACKING, 0)) + left_out
     positions = replacing_positions(shape, number, first)
     taken = torch.tensor([positions.get(prompt, -1) for prompt in prompts.tolist()], dtype=torch.int32, device=device)
     statistics = {TAKEN: moments((taken >= 0).float()), LEFT_OUT: moments(is_left_out.float())}
-    return {POSITION: places.maximum(taken).repeat_interleave(samples)}, statistics
+    return {Column.POSITION: places.maximum(taken).repeat_interleave(samples)}, statistics
 
 
 def replacing_positions(shape: BatchShape, number: int, first: int) -> dict[int, int]:
@@ -110,7 +110,7 @@ def _lacking(run: OperatorRun, store: RowStore, spec: GroupSpec, context: Combin
     assert run.attempt is not None
     earlier = [replace(run, attempt=number).rows for number in range(run.attempt)]
     rows = sorted(row for each in earlier for row in each)
-    rows = [row for row, present in zip(rows, store.get(PRESENT, rows).tolist(), strict=True) if present]
+    rows = [row for row, present in zip(rows, store.get(Column.PRESENT, rows).tolist(), strict=True) if present]
     columns: Mapping[str, Tensor] = {name: store.get(name, rows) for name in run.operator.earlier}
     batch = Batch(columns, torch.tensor(rows, dtype=torch.int64, device=store.device), samples)
     useful = context.reducer.gather((batch.rows[::samples] // samples)[useful_groups(spec, batch, context)]).tolist()

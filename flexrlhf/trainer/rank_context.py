@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flexrlhf.comm.world import Groups, Wait, World
 from flexrlhf.data.turn_tokens import ReadReply
-from flexrlhf.display.events import Doing, Note, Send
+from flexrlhf.display.events import EventSender
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
@@ -35,7 +35,7 @@ class RankContext:
     flight:     record of the instructions of this rank, and its waits.
     meter:      counts its memory.
     stops:      requests to end the run before its last step.
-    send:       to the display of the run.
+    events:     to the display of the run.
     groups:     process groups of the plan.
     models:     placed models that are loaded on this rank.
     copies:     streams of their copies to host memory and back.
@@ -55,7 +55,7 @@ class RankContext:
     flight: FlightRecord
     meter: MemoryMeter
     stops: StopRequests
-    send: Send
+    events: EventSender
     groups: Groups
     models: dict[ModelName, LoadedModel]
     copies: CopyStreams
@@ -83,7 +83,7 @@ class RankContext:
 
     def show(self, what: str, step: int | None = None) -> None:
         """Display that this rank does ``what``."""
-        self.send(Doing(self.plan.spec.name, what, step))
+        self.events.do(self.plan.spec.name, what, step)
 
     def ends_after(self, turn: int) -> bool:
         """Return whether the run ends after a round of the list, by a request to stop."""
@@ -118,25 +118,25 @@ def open_rank(
     flight: FlightRecord,
     meter: MemoryMeter,
     stops: StopRequests,
-    send: Send,
+    events: EventSender,
     first_step: int = 0,
 ) -> RankContext:
     """Connect this rank to the others and load its models. ``first_step``: of this start of the run."""
     meter.reset_peak()
     groups = world.make_groups(plan.groups, plan.spec.timeout_seconds)
     if world.rank == 0 and (found := meter.in_use()) is not None:
-        send(Note(plan.spec.name, connected_memory(plan, world.rank, *found)))
+        events.note(plan.spec.name, connected_memory(plan, world.rank, *found))
 
     def report(moment: str, loaded: ModelsOnRank) -> None:
         if world.rank == 0 and (found := meter.in_use()) is not None:
             here = {name: not (each.is_offloaded or each.is_released) for name, each in loaded.items()}
-            send(Note(plan.spec.name, memory_in_use(plan, world.rank, moment, here, *found)))
+            events.note(plan.spec.name, memory_in_use(plan, world.rank, moment, here, *found))
 
     tokenizer = load_tokenizer(data.tokenizer, data.is_trusted)
     decode = tokenizer.decode
     log = open_log(plan, files, world, first_step)
     if log is not None and log.num_found and world.rank == 0:
-        send(Note(plan.spec.name, f"{log.num_found} replies of environments since the last checkpoint are used again"))
+        events.note(plan.spec.name, f"{log.num_found} replies of environments since the last checkpoint are used again")
     turns = None if plan.spec.environment is None else plan.data.turn_tokens(tokenizer)
     environments = make_environment_caller(plan, world, turns, decode, log)
     read_reply = None if turns is None else turns.messages
@@ -155,7 +155,7 @@ def open_rank(
         flight,
         meter,
         stops,
-        send,
+        events,
         groups,
         models,
         copies,

@@ -15,7 +15,7 @@ import torch
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
 from flexrlhf.config.output_settings import DebugSpec
-from flexrlhf.display.events import Doing, Note, RunBegins, RunEnds, Send
+from flexrlhf.display.events import EventSender
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.placement.protocols import TransferProtocol
 from flexrlhf.plan.data_report import data_line, data_warnings, unread_line
@@ -50,12 +50,12 @@ class RankRuns:
         files: RunFiles,
         stops: StopRequests,
         watched: Watched,
-        send: Send,
+        events: EventSender,
         join_seconds: float,
     ) -> None:
         """``join_seconds``: time until this rank had joined the others."""
         self._world, self._files, self._stops = world, files, stops
-        self._watched, self._send, self._join_seconds = watched, send, join_seconds
+        self._watched, self._events, self._join_seconds = watched, events, join_seconds
         self._meter = MemoryMeter(world.device)
 
     def execute(self, order: RunOrder, earlier: Sequence[Path]) -> int:
@@ -68,23 +68,23 @@ class RankRuns:
         world = self._world.under(debug)
         files.receive_inputs(order.spec, earlier, world)
         plan = make_plan(order.spec)
-        name, send = plan.spec.name, self._send
+        name, events = plan.spec.name, self._events
         flight = FlightRecord(plan, world, directory)
         with self._watched(flight), directory.writing():
-            send(RunBegins(name, run_title(plan, world.device.type), where_models_are(plan), plan.spec.steps))
-            send(Doing(name, "reading the data"))
+            events.begin_run(name, run_title(plan, world.device.type), where_models_are(plan), plan.spec.steps)
+            events.do(name, "reading the data")
             data = plan.data.load()
             check_commits(plan, world)
             check_splits(plan, world)
             start = choose_start(plan, world, data, files, order.candidates)
             if world.rank == 0:
-                _send_counts(plan, data, send)
-            send(Doing(name, "loading the models" if start is None else f"loading the models and {start.checkpoint}"))
+                _send_counts(plan, data, events)
+            events.do(name, "loading the models" if start is None else f"loading the models and {start.checkpoint}")
             choose_kernels(debug)
             if debug.expandable_segments and world.device.type == "cuda":
                 use_expandable_segments()
             first = 0 if start is None else start.next_step
-            opened = open_rank(plan, data, files, world, flight, self._meter, self._stops, send, first)
+            opened = open_rank(plan, data, files, world, flight, self._meter, self._stops, events, first)
             steps = CalledSteps() if order.program else None
             trainer = Trainer(opened, start, steps)
             files.remove_received(plan, world)
@@ -93,7 +93,7 @@ class RankRuns:
                 directory.write_status("running", first, plan.spec.steps, start_seconds)
             next_step = trainer.run() if steps is None else _called(order, opened, trainer, steps, start)
             opened.close()
-        send(RunEnds(name, next_step))
+        events.end_run(name, next_step)
         if files.keeps:
             state: Literal["finished", "stopped"] = "finished" if next_step == plan.spec.steps else "stopped"
             with directory.writing():
@@ -120,12 +120,12 @@ def _called(
     return next_step
 
 
-def _send_counts(plan: Plan, data: RunData, send: Send) -> None:
+def _send_counts(plan: Plan, data: RunData, events: EventSender) -> None:
     """Send the effect of the limits on the rows of each data file."""
     for source in plan.data.sources:
         counts = data.counts[source.key]
         for line in filter(None, (data_line(source, counts), unread_line(source, counts))):
-            send(Note(plan.spec.name, line))
+            events.note(plan.spec.name, line)
         for warning in data_warnings(source, counts):
             print(f"flexrlhf: {plan.spec.name}: {warning}", file=sys.stderr, flush=True)
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from flexrlhf.display.events import Send, StepDone
+from flexrlhf.display.events import EventSender
 from flexrlhf.engines.copy_streams import CopyTimes
 from flexrlhf.metrics import METRICS, Outcome, Triple
 from flexrlhf.operators.outcomes import RowAccount
@@ -42,7 +42,7 @@ class ResultsWriter(Observer):
         directory: RunDirectory,
         work: WorkTime,
         loggers: RunLoggers,
-        send: Send,
+        events: EventSender,
         prompts: Callable[[int, Mapping[int, int]], Sequence[int | None]],
         start: RunStart = ANEW,
     ) -> None:
@@ -51,7 +51,7 @@ class ResultsWriter(Observer):
         directory:  of the run.
         work:       time of all ranks.
         loggers:    of the run; on ranks other than 0 none.
-        send:       to the display of the run.
+        events:     to the display of the run.
         prompts:    step, and prompt → its place in the order of the data if the step decides it → numbers of its
                     prompts in the data.
         """
@@ -60,7 +60,7 @@ class ResultsWriter(Observer):
         """The first step whose row of metrics is not written."""
         self._metrics, self._outcomes = directory.metrics.writer(), directory.outcomes.writer()
         self._samples = directory.samples.writer()
-        self._directory, self._loggers, self._send, self._start = directory, loggers, send, start
+        self._directory, self._loggers, self._events, self._start = directory, loggers, events, start
         self._prompts = prompts
         self._plan, self._world, self._mailbox = recorder.plan, recorder.world, recorder.mailbox
         self._last_time = time.time()
@@ -127,7 +127,7 @@ class ResultsWriter(Observer):
         if spec.debug.record_columns:
             RecordedColumns(self._directory.path).write_statistics(step, total, reporters)
         self._loggers.log({**row, **labels}, samples)
-        self._send(StepDone(spec.name, step, spec.steps, row))
+        self._events.end_step(spec.name, step, spec.steps, row)
         if self._warnings is not None:
             self._warnings.observe(step, row)
         self.next_step, self._last_time = step + 1, now
@@ -212,4 +212,4 @@ def open_results(rank: RankContext, start: RunStart, steps: Steps | None) -> Res
         rank.show("opening the loggers")
     loggers = open_loggers(spec, rank.directory.path) if world.rank == 0 else RunLoggers(rank.directory.path)
     prompts = partial(prompt_numbers, rank.plan, rank.data)
-    return ResultsWriter(Recorder(rank.plan, world, steps), rank.directory, work, loggers, rank.send, prompts, start)
+    return ResultsWriter(Recorder(rank.plan, world, steps), rank.directory, work, loggers, rank.events, prompts, start)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from flexrlhf.metrics import Outcome
-from flexrlhf.operators.columns import FINAL_OUTCOME, POSITION
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
@@ -99,10 +99,10 @@ class RowLedger(Observer):
         if operator.kind == "backward":
             return  # the optimizer step on its gradients decides
         rows = work.present_rows(execution.store, work.mini_batches)
-        codes = execution.store.get(FINAL_OUTCOME, rows).long()
+        codes = execution.store.get(Column.FINAL_OUTCOME, rows).long()
         keys = codes.new_tensor(rows) * len(Outcome) + codes
         execution.outcomes = outcomes_of(work.model.dp.gather(keys).tolist())
-        if POSITION in work.operator.reads:
+        if Column.POSITION in work.operator.reads:
             self.open(_gathered_positions(execution))
         if not self._completes:
             known = set(self._of_step)
@@ -198,7 +198,7 @@ def _gathered_positions(execution: Execution) -> dict[int, int]:
     """Return prompt → place in the order of the data, of the prompts of all replicas that have one."""
     work = execution.work
     firsts = work.rows[:: work.shape.samples_per_prompt]
-    positions = execution.store.get(POSITION, firsts).long()
+    positions = execution.store.get(Column.POSITION, firsts).long()
     numbers = positions.new_tensor(firsts) // work.shape.samples_per_prompt
     keys = work.model.dp.gather((positions * work.shape.num_prompts + numbers)[positions >= 0]).tolist()
     return {key % work.shape.num_prompts: key // work.shape.num_prompts for key in keys}

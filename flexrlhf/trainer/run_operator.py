@@ -15,7 +15,7 @@ from flexrlhf.engines.base import Batch, Moments, Sampling, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import computed_columns
 from flexrlhf.objectives.surrogates import staleness
-from flexrlhf.operators.columns import GROUP_SCORES, Column, plain
+from flexrlhf.operators.columns import Column, plain
 from flexrlhf.trainer.episode_rows import LOGPROBS, rows_before_turn
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_context import OperatorContext
@@ -177,7 +177,7 @@ def _combine(
         if run.attempt is None:
             return replace_prompts(run, before, context.spec.algorithm, alone, context.device)
         return take_prompts(run, store, context.spec.algorithm, alone)
-    scores = carried_scores(run, before, context.device) if GROUP_SCORES in run.operator.carries else None
+    scores = carried_scores(run, before, context.device) if Column.GROUP_SCORES in run.operator.carries else None
     combine_context = CombineContext(
         run.parts(store),
         run.model.dp,
@@ -190,7 +190,7 @@ def _combine(
     columns, statistics = computed_columns(run.operator, context.spec, batch, combine_context, context.decode)
     if scores is not None:
         # also of rows that are not trained on in this step
-        columns[GROUP_SCORES] = scores.index_copy(0, places_in(run, batch), columns[GROUP_SCORES])
+        columns[Column.GROUP_SCORES] = scores.index_copy(0, places_in(run, batch), columns[Column.GROUP_SCORES])
     if "policy_version" in batch.columns and columns.keys() & {"loss_mask", "kept_mask"}:
         statistics |= staleness(batch.with_columns(columns), combine_context)
     return columns, statistics

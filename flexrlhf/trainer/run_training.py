@@ -13,7 +13,7 @@ from flexrlhf.engines.base import Batch, Loss, Moments, add_moments
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.functions import make_loss
-from flexrlhf.operators.columns import FINAL_OUTCOME, PRESENT
+from flexrlhf.operators.columns import Column
 from flexrlhf.text import mini_batches_text
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.operator_context import OperatorContext
@@ -33,7 +33,7 @@ def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Momen
         for mini_batch in run.mini_batches:
             batch = run.batch(store, context.device, range(mini_batch, mini_batch + 1))
             outcomes[mini_batch] = _outcomes(batch)
-            if PRESENT in run.operator.reads and not run.has_rows(batch):
+            if Column.PRESENT in run.operator.reads and not run.has_rows(batch):
                 continue
             parts = _loss_parts(run, mini_batch, batch, store, context)
             name = f"mini-batch {mini_batch}" + (f" of epoch {epoch}" if epochs > 1 else "")
@@ -61,7 +61,7 @@ def _put_outcomes(run: OperatorRun, outcomes: Mapping[int, Tensor], updated: Col
         each if mini_batch in updated else each.where(each > 0, Outcome.SKIPPED.code)
         for mini_batch, each in outcomes.items()
     ]
-    store.put(FINAL_OUTCOME, run.present_rows(store, run.mini_batches), torch.cat(final))
+    store.put(Column.FINAL_OUTCOME, run.present_rows(store, run.mini_batches), torch.cat(final))
 
 
 def _losses(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.config.output_settings import SamplesSpec
 from flexrlhf.data.turn_tokens import ReadReply
-from flexrlhf.operators.columns import PRESENT, REWARDS, TURN_ENDS
+from flexrlhf.operators.columns import Column
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.episode_rows import parts_of
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
@@ -74,9 +74,9 @@ class ResponseTexts:
         """Return the turns of the policy, with their rewards, and the messages between them."""
         sampled, width = values["response_mask"][row].bool(), values["response_mask"].shape[1]
         count = int(values["attention_mask"][row, -width:].sum())
-        tokens, rewards = values["tokens"][row, -width:].long().tolist(), values[REWARDS][row]
+        tokens, rewards = values["tokens"][row, -width:].long().tolist(), values[Column.REWARDS][row]
         turns: list[dict[str, Any]] = []
-        for is_sampled, places in parts_of(sampled, values[TURN_ENDS][row], count):
+        for is_sampled, places in parts_of(sampled, values[Column.TURN_ENDS][row], count):
             ids = tokens[places.start : places.stop]
             if is_sampled:
                 reward = _number(float(rewards[places.start : places.stop].sum()))
@@ -125,17 +125,17 @@ def collect_samples(
     # samples are made of the first responses, which a greedy operator does not sample, and their scores
     columns = tuple(name for name in SCORES if name in run.operator.writes)
     if run.operator.completes_responses:
-        columns = TEXTS + (TURN_ENDS, REWARDS) * (REWARDS in run.operator.writes)
+        columns = TEXTS + (Column.TURN_ENDS, Column.REWARDS) * (Column.REWARDS in run.operator.writes)
     prompts = {prompt for m in run.mini_batches for prompt in run.shape.prompts_of_attempt(m, run.attempt)}
     chosen = [row for row in sample_rows(run.shape, count) if row // run.shape.samples_per_prompt in prompts]
     if not columns or not chosen:
         return []
     # in segments rows of other steps are there as well
-    is_of_step = (PRESENT,) if run.shape.segments > 1 else ()
+    is_of_step = (Column.PRESENT,) if run.shape.segments > 1 else ()
     values = _gathered(run, store, chosen, (*columns, *is_of_step))
     if run.rank != run.model.placed.ranks[0]:
         return []
-    present = values.pop(PRESENT, torch.ones(len(chosen), 1))[:, 0].bool().tolist()
+    present = values.pop(Column.PRESENT, torch.ones(len(chosen), 1))[:, 0].bool().tolist()
     parts = texts.parts(values) if "tokens" in values else _scores(values)
     found = zip(chosen, parts, present, strict=True)
     return [{"rows": rows, "row": row, **part} for row, part, is_present in found if part and is_present]

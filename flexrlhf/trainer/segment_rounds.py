@@ -15,7 +15,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import Columns, EarlierScores
-from flexrlhf.operators.columns import GROUP_SCORES, POSITION, PRESENT, Lengths
+from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.execution import OperatorRun
 
@@ -44,8 +44,8 @@ def make_round(run: OperatorRun, batch: Batch, before: RowStore | None, step: in
     ages = rows // shape.samples_per_prompt % shape.segments
     carried = _carried(run, batch, ages > 0, before, lengths)
     # without dynamic sampling every step takes as many prompts as there are places
-    is_taken = batch.columns.get(POSITION, torch.zeros_like(ages)) >= 0
-    exists = ((ages == 0) & is_taken) | (carried["response_mask"].any(1) & (carried[PRESENT] == 0))
+    is_taken = batch.columns.get(Column.POSITION, torch.zeros_like(ages)) >= 0
+    exists = ((ages == 0) & is_taken) | (carried["response_mask"].any(1) & (carried[Column.PRESENT] == 0))
     has_ended = (carried["finished"] == 1) | carried["response_mask"].all(1)
     places = (exists & ~has_ended).nonzero().squeeze(1)
     taken = _rows_as_taken(shape, rows)
@@ -105,7 +105,7 @@ def whole_columns(
     # a row that is trained on is not carried, so its place is empty in the next step
     columns = {name: values * made.exists.view(-1, *[1] * (values.dim() - 1)) for name, values in columns.items()}
     columns["attention_mask"] = torch.cat([prompts, columns["response_mask"]], 1)
-    return {**columns, PRESENT: _present(run.shape, made, columns, by_row)}
+    return {**columns, Column.PRESENT: _present(run.shape, made, columns, by_row)}
 
 
 def _present(shape: BatchShape, made: SegmentRows, columns: Columns, by_row: bool) -> Tensor:
@@ -131,7 +131,7 @@ def carried_scores(run: OperatorRun, before: RowStore | None, device: torch.devi
     scores = torch.full((len(run.rows),), torch.nan, device=device)
     places = [place for place, row in enumerate(run.rows) if row // samples % segments]
     if before is not None and places:
-        scores[places] = before.get(GROUP_SCORES, [run.rows[place] - samples for place in places])
+        scores[places] = before.get(Column.GROUP_SCORES, [run.rows[place] - samples for place in places])
     return scores
 
 

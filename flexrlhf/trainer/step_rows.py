@@ -11,8 +11,8 @@ from torch import Tensor
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.data.examples import Example
-from flexrlhf.data.order import mixed_indices, step_indices
-from flexrlhf.operators.columns import POSITION, Lengths, Qualifier, plain, qualified
+from flexrlhf.data.order import DataOrder, SourceShare
+from flexrlhf.operators.columns import Column, Lengths, Qualifier, plain, qualified
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
 from flexrlhf.strategies.instructions import Move, Run
@@ -97,7 +97,7 @@ class StepRows:
         without one, any."""
         store, samples = self.at(step), self._plan.batch.samples_per_prompt
         rows = work.present_rows(store, work.mini_batches)
-        positions = zip(rows, store.get(POSITION, rows).tolist(), strict=True)
+        positions = zip(rows, store.get(Column.POSITION, rows).tolist(), strict=True)
         examples = {row // samples: self._data.examples[self._number(max(0, place))] for row, place in positions}
         columns = input_columns(examples, rows, samples, self._plan.lengths, self._data.pad_token_id)
         for name in set(work.operator.reads) & columns.keys():
@@ -126,7 +126,8 @@ class StepRows:
                 store, rows, {name: mismatched[plain(name)] for name in qualified(mismatched, Qualifier.MISMATCHED)}
             )
         if further := self._data.texts:
-            indices = step_indices(self._plan.spec.seed, step, shape.num_rows, len(further))
+            order = DataOrder(self._plan.spec.seed, (SourceShare(len(further)),))
+            indices = order.indices(step, shape.num_rows)
             texts = self._columns([further[i] for i in indices], rows, 1)
             self._put(store, rows, {name: texts[plain(name)] for name in qualified(texts, Qualifier.PTX)})
 
@@ -158,16 +159,14 @@ def prompt_numbers(
 
 def _taken_numbers(plan: Plan, data: RunData, step: int) -> list[int]:
     """Return the number of each prompt of a step in the examples of the data; where it has none, any."""
-    shape = plan.batch
-    taken = [
-        mixed_indices(plan.spec.seed, max(0, step - age), shape.num_new, data.shares) for age in range(shape.segments)
-    ]
+    shape, order = plan.batch, DataOrder(plan.spec.seed, data.shares)
+    taken = [order.indices(max(0, step - age), shape.num_new) for age in range(shape.segments)]
     return [taken[prompt % shape.segments][prompt // shape.segments] for prompt in range(shape.num_prompts)]
 
 
 def prompt_at(plan: Plan, data: RunData, position: int) -> int:
     """Return the number in the examples of the prompt at a place of the order of the data."""
-    return mixed_indices(plan.spec.seed, position, 1, data.shares)[0]
+    return DataOrder(plan.spec.seed, data.shares).indices(position, 1)[0]
 
 
 def mismatched_examples(examples: Sequence[Example], mini_batches: Sequence[range]) -> list[Example]:

@@ -20,16 +20,16 @@ from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.turn_tokens import ReadReply
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns
-from flexrlhf.operators.columns import STEP_ENDS, TURN_ENDS, plain
+from flexrlhf.operators.columns import Column, plain
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
-from flexrlhf.rewards.base import Sample, Scores, split_steps, step_end_tokens, step_ends
+from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.trainer.episode_rows import parts_of
 from flexrlhf.trainer.loaded_models import LoadedModel
 
-_DTYPES = {"scores": torch.float32, "token_scores": torch.float32, STEP_ENDS: torch.uint8}
+_DTYPES = {"scores": torch.float32, "token_scores": torch.float32, Column.STEP_ENDS: torch.uint8}
 DecodeTokens = Callable[[Sequence[int]], str]
 """Tokens of a response to the text that scores read."""
 
@@ -80,7 +80,7 @@ class ExternalScorers:
         is_scoring: bool,
     ) -> tuple[Columns, Tensor]:
         """Return the columns called ``names``, and the number (1,) of responses without a score; 0 unless scoring."""
-        shapes = {"scores": (len(batch),), "token_scores": mask.shape, STEP_ENDS: mask.shape}
+        shapes = {"scores": (len(batch),), "token_scores": mask.shape, Column.STEP_ENDS: mask.shape}
         columns = {name: torch.zeros(shapes[plain(name)], dtype=torch.float32) for name in names}
         failed = torch.zeros(1)
         if not is_scoring:
@@ -95,7 +95,7 @@ class ExternalScorers:
             elif plain(name) == "token_scores":
                 _fill(column, mask, scores)
             elif model in self._separators.get(section, {}):
-                _mark(column, mask, [_step_ends(each, self._separators[section][model]) for each in samples])
+                _mark(column, mask, [each.step_ends(self._separators[section][model]) for each in samples])
             else:
                 _mark(column, mask, scores.ends or [])
         return columns, failed
@@ -108,7 +108,7 @@ class ExternalScorers:
         mask = batch["response_mask"].bool().cpu()
         responses = batch["tokens"][:, -mask.shape[1] :].cpu()
         counts = batch["attention_mask"][:, -mask.shape[1] :].sum(1).tolist()
-        ends = batch[TURN_ENDS].cpu() if TURN_ENDS in batch.columns else torch.zeros_like(mask)
+        ends = batch[Column.TURN_ENDS].cpu() if Column.TURN_ENDS in batch.columns else torch.zeros_like(mask)
         samples = []
         for row, (example, count) in enumerate(zip(examples, counts, strict=True)):
             parts = [
@@ -172,12 +172,6 @@ def _joined(decode: DecodeTokens, turns: Sequence[Sequence[int]], count: int) ->
         if count <= 0:
             break
     return "\n".join(texts)
-
-
-def _step_ends(sample: Sample, separator: str) -> set[int]:
-    """Return the places of the tokens that end a step of a response."""
-    ends = step_ends(split_steps(sample.response, separator))
-    return set(step_end_tokens(ends, sample.num_tokens, sample.num_characters))
 
 
 def _mark(column: Tensor, mask: Tensor, ends: Sequence[set[int]]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from flexrlhf.config.code_loading import load_function
-from flexrlhf.operators.columns import POSITION
+from flexrlhf.operators.columns import Column
 from flexrlhf.strategies.instructions import (
     Checkpoint,
     Eval,
@@ -190,7 +190,7 @@ class Trainer:
         store = execution.store = self.rows.at(step)
         # before the first turn there is nothing that it continues
         store.arrive((*run.operator.reads, *(run.operator.continues if run.turn else ())), work.rows)
-        if run.operator.reads_data and POSITION in run.operator.reads:
+        if run.operator.reads_data and Column.POSITION in run.operator.reads:
             work = execution.work = replace(work, examples=self.rows.take_examples(work, step))
         for observer in self._observers:
             observer.arrived(execution)

@@ -38,6 +38,21 @@ class Worker:
         self._pool: ProcessPool | None = None
         self._starter: ThreadPoolExecutor | None = None
 
+    def load(self, load: Callable[[], T], deadline: Deadline) -> T:
+        """Run ``load`` in the process. Raises CallFailed, of kind ``late`` or one that begins with ``load``."""
+        try:
+            return self.run(load, seconds=LOAD_SECONDS, deadline=deadline)
+        except CallFailed as error:
+            kind, text = error.failure.kind, error.failure.text
+            failure = error.failure if kind == "late" else CallFailure(f"load {kind}", f"could not be loaded: {text}")
+            raise CallFailed(failure) from None
+
+    @staticmethod
+    def loading_deadline(seconds: float) -> Deadline:
+        """Return the end of a call of ``seconds`` that has to start a process and load the function, which comes before
+        no limit."""
+        return Deadline.after(seconds + LOAD_SECONDS + 2 * START_SECONDS)
+
     def run(self, function: Callable[..., T], *args: object, seconds: float, deadline: Deadline) -> T:
         """Run ``function(*args)`` in the process.
 
@@ -104,13 +119,3 @@ class Worker:
                 # its process has ended since the call before, which the pool sees only now
                 self.close()
         raise BrokenProcessPool("no process takes a call")
-
-
-def loaded(worker: Worker, load: Callable[[], T], deadline: Deadline) -> T:
-    """Run ``load`` in a worker. Raises CallFailed, of kind ``late`` or one that begins with ``load``."""
-    try:
-        return worker.run(load, seconds=LOAD_SECONDS, deadline=deadline)
-    except CallFailed as error:
-        kind, text = error.failure.kind, error.failure.text
-        failure = error.failure if kind == "late" else CallFailure(f"load {kind}", f"could not be loaded: {text}")
-        raise CallFailed(failure) from None

@@ -12,9 +12,9 @@ import typer
 
 from flexrlhf.cli.options import ConfigOption, Devices, Force, Overrides, PlacementRatio, RunOptions, complete_config
 from flexrlhf.cli.planning import check_memory, plan_runs
+from flexrlhf.config.output_path import OutputPath
 from flexrlhf.config.ratio_vector import read_vector
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.user_paths import check_output_directory
 from flexrlhf.data.quickstart import config_paths, prepare_corpus, random_weights
 from flexrlhf.errors import UserError
 from flexrlhf.launch.rank_factory import RankFactory
@@ -89,7 +89,7 @@ def verify(
             "verify: nothing to compare with; give --against 1,1,0.5,0.5, --against-set KEY=VALUE or --determinism"
         )
     if keep is not None:
-        check_output_directory(keep, "--keep")
+        OutputPath(keep, "--keep").check_directory()
     if config is None:
         prepare_corpus()
         if random_weights():

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from flexrlhf.metrics import METRICS, Metric, Triple
+from flexrlhf.metrics import METRICS, Triple
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.recorded_columns import Arrival, RecordedColumn, RecordedColumns
@@ -198,19 +198,17 @@ def _metrics(runs: RunPair, step: int, limits: Limits) -> Iterator[Deviation]:
             continue
         values = float(rows[0][metric.name]), float(rows[1][metric.name])
         absolute = 0.0 if values[0] == values[1] else abs(values[0] - values[1])
-        size = absolute / _scale(metric, statistics[metric.statistic], rows[0])
+        size = absolute / _scale(metric.name, metric.scale(statistics[metric.statistic]), rows[0])
         limit, source = limit_of_metric(metric.name, limits), reporters[metric.statistic]
         yield Deviation(step, "metric", metric.name, source, absolute, size, limit, values=values)
 
 
-def _scale(metric: Metric, statistic: Triple, row: Mapping[str, float]) -> float:
-    """Return the scale of a metric's rounding: the root mean square of the values that it is a mean of."""
-    weight, total, squares = statistic
-    if metric.name in THRESHOLDS:
+def _scale(name: str, scale: float, row: Mapping[str, float]) -> float:
+    """Return the scale of a metric's rounding, from that of its values."""
+    if name in THRESHOLDS:
         return 1.0
-    scale = abs(total) if metric.kind == "sum" else math.sqrt(squares / weight)
-    if metric.name in IN_NATS:
-        scale = max(scale, row.get("response_length", 1.0) if metric.name == "kl" else 1.0)
+    if name in IN_NATS:
+        scale = max(scale, row.get("response_length", 1.0) if name == "kl" else 1.0)
     return scale or 1.0
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flexrlhf.config.model_settings import Dtype
 from flexrlhf.metrics import METRICS
 from flexrlhf.operators.columns import Column
 from flexrlhf.operators.outcomes import RowAccount
@@ -82,7 +81,7 @@ NOT_COMPARED = frozenset({"step", "rollout_engine", "parity_mean", "parity_p999"
 """Entries of a row of metrics that two runs may differ in."""
 
 
-def limits_for(models: Iterable[PlacedModel], sent: Iterable[Dtype | None] = ()) -> Limits:
+def limits_for(models: Iterable[PlacedModel], sent: Iterable[str | None] = ()) -> Limits:
     """Return the limits for two runs that together have ``models``: the ones of the coarsest type or engine.
 
     ``sent``: ``sync.dtype`` of the runs.

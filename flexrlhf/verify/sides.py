@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.number_settings import differing_settings, nested_differences
-from flexrlhf.config.output_settings import CheckpointSpec, SaveSpec
+from flexrlhf.config.number_settings import SettingDifference
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
@@ -22,13 +21,13 @@ def short_spec(spec: Spec, name: str, directory: Path, steps: int) -> Spec:
 
     Warm-ups and steps without training of the actor are shortened to fit into so few steps.
     """
+    spec = spec.with_defaults("save", "checkpoint")
     changes: dict[str, Any] = {
         "name": name,
         "runs": str(directory),
         "steps": steps,
         "epochs": None,
-        "save": SaveSpec(),
-        "checkpoint": CheckpointSpec(on_signal=False),
+        "checkpoint": spec.checkpoint.model_copy(update={"on_signal": False}),
         "debug": spec.debug.model_copy(update={"record_columns": True, "replay": None}),
         "eval": spec.eval and spec.eval.model_copy(update={"every": None}),
     }
@@ -52,7 +51,7 @@ def _shortened(model: ModelSpec, most: int) -> ModelSpec:
 
 def check_comparable(first: Plan, second: Plan, option: str) -> None:
     """Raise UserError if a setting that numbers depend on differs. ``option``: of the command line, for it."""
-    differing = differing_settings(first.spec, second.spec)
+    differing = first.spec.differences(second.spec)
     if differing:
         further = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
         raise UserError(f"{option}: {differing[0]}{further}, and numbers depend on it; give both sides the same value")
@@ -61,7 +60,7 @@ def check_comparable(first: Plan, second: Plan, option: str) -> None:
 def side_text(plan: Plan, first: Plan) -> str:
     """Return a side in words: strategy, ranks, and the settings in which it differs from the first side."""
     raw, of_first = (each.spec.model_dump(mode="json", exclude=NOT_SHOWN) for each in (plan, first))
-    differing = [f"{each.key}: {shown(each.second)}" for each in nested_differences(of_first, raw)]
+    differing = [f"{each.key}: {shown(each.second)}" for each in SettingDifference.between(of_first, raw)]
     where = ", ".join(f"{model.name} {span_of(model.ranks)}" for model in plan.placement.models)
     devices = counted(plan.placement.num_ranks, "device")
     return "; ".join([f"{plan.spec.name}: {plan.strategy} on {devices}: {where}", *differing])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT, SIGMOID_ROUTED, WITH_SINKS
+from flexrlhf.config.model_names import Families
 from flexrlhf.errors import shown
 from flexrlhf.weights.decoder_sizes import ExpertSizes, LatentSizes, Sizes
 from flexrlhf.weights.parameters import ParameterName
@@ -146,7 +146,7 @@ _EXPERT_KEYS: dict[str, tuple[str, str]] = {
     "olmoe": ("num_experts", "intermediate_size"),
     "qwen2_moe": ("num_experts", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
-    **dict.fromkeys(("glm4_moe", *LATENT), ("n_routed_experts", "moe_intermediate_size")),
+    **dict.fromkeys(("glm4_moe", *Families.LATENT), ("n_routed_experts", "moe_intermediate_size")),
 }
 """Settings with the number of routed experts and the inner size of one, by family."""
 _OTHER_NUMBER = {
@@ -200,7 +200,7 @@ def model_sizes(config: Mapping[str, Any]) -> Sizes | None:
     if _wrong_size(known) is not None:
         return None
     vocabulary, hidden, ffn, layers, heads = (int(known[key]) for key in _DEFAULTS)
-    latent = _latent(known) if kind in LATENT else None
+    latent = _latent(known) if kind in Families.LATENT else None
     kv_heads = heads if latent is not None else int(known.get("num_key_value_heads") or heads)
     head_dim = latent.rotary + latent.plain if latent is not None else int(known.get("head_dim") or hidden // heads)
     return Sizes(
@@ -209,7 +209,7 @@ def model_sizes(config: Mapping[str, Any]) -> Sizes | None:
         experts=_experts(kind, known, layers),
         latent=latent,
         head_norms=kind in _WITH_HEAD_NORMS or (kind == "glm4_moe" and bool(known.get("use_qk_norm"))),
-        sinks=kind in WITH_SINKS,
+        sinks=kind in Families.WITH_SINKS,
     )
 
 
@@ -225,7 +225,7 @@ def hidden_size(config: Mapping[str, Any]) -> int:
 
 def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(config["model_type"])
-    if kind not in KNOWN_FAMILIES:
+    if kind not in Families.KNOWN:
         return dict(config)
     known = {**_DEFAULTS, **_DEFAULTS_OF[kind], **config}
     other = _OTHER_NUMBER.get(kind)
@@ -257,8 +257,8 @@ def _wrong_size(config: Mapping[str, Any]) -> str | None:
     """Return which size of a model is invalid, and which values are valid; None if all are."""
     optional = [key for key in ("num_key_value_heads", "head_dim") if config.get(key)]
     experts = _EXPERT_KEYS.get(str(config.get("model_type")), ())
-    latent = [key for key in _LATENT if config.get("model_type") in LATENT and config.get(key) is not None]
-    groups = _GROUPS if config.get("model_type") in SIGMOID_ROUTED else ()
+    latent = [key for key in _LATENT if config.get("model_type") in Families.LATENT and config.get(key) is not None]
+    groups = _GROUPS if config.get("model_type") in Families.SIGMOID_ROUTED else ()
     keys = (*_DEFAULTS, *optional, *experts, *(("num_experts_per_tok",) if experts else ()), *latent, *groups)
     most_of = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(experts[:1], MOST_EXPERTS)}
     for key in keys:
@@ -410,7 +410,7 @@ def _expert_shapes(sizes: Sizes, experts: ExpertSizes) -> dict[str, tuple[int, .
         "experts.gate_up_proj": (experts.number, 2 * experts.ffn, hidden),
         "experts.down_proj": (experts.number, hidden, experts.ffn),
     }
-    if sizes.family in SIGMOID_ROUTED:
+    if sizes.family in Families.SIGMOID_ROUTED:
         shapes[f"gate{ParameterName.ROUTER_BIAS}"] = (experts.number,)
     is_gated = sizes.family == "qwen2_moe"
     if experts.shared:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.errors import UserError, is_exhaustion, nearest
 from flexrlhf.weights.adapter_files import base_model, frozen_model, has_adapters
@@ -106,7 +106,7 @@ def is_read_in_parts(model: ModelSpec, family: str) -> bool:
     buffers follow from its config. ``family``: of its config.
     """
     path = frozen_model("", model).path
-    if path is None or has_adapters(path) or family not in KNOWN_FAMILIES:
+    if path is None or has_adapters(path) or family not in Families.KNOWN:
         return False
     may_have_code = model.trust_remote_code and (Path(path) / "config.json").is_file()
     return not (may_have_code and read_config("", model).get("auto_map"))

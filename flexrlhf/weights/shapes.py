@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES, LLAMA_LIKE
+from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Dtype, Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest
@@ -50,8 +50,8 @@ def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
     """
     config = model.init if model.init is not None else _config_file(role, base_model(role, model).path)
     if not config.get("model_type") or not isinstance(config["model_type"], str):
-        raise UserError(f"models.{role}: the config has no model_type, such as {', '.join(KNOWN_FAMILIES)}")
-    if model.init is not None and config["model_type"] in KNOWN_FAMILIES:
+        raise UserError(f"models.{role}: the config has no model_type, such as {', '.join(Families.KNOWN)}")
+    if model.init is not None and config["model_type"] in Families.KNOWN:
         # the rest is for transformers, which takes the default of a size that it does not find
         known = known_keys(config["model_type"])
         misspelt = next((key for key in config.keys() - {*known} if nearest(str(key), known)), None)
@@ -69,7 +69,7 @@ def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
     if wrong is not None:
         where = f"models.{role}.init" if model.init is not None else f"models.{role}.path {model.path}: its config.json"
         raise UserError(f"{where} has {wrong}")
-    mixtures = [family for family in KNOWN_FAMILIES if family not in LLAMA_LIKE]
+    mixtures = [family for family in Families.KNOWN if family not in Families.LLAMA_LIKE]
     experts = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
     if not experts and config["model_type"] in WITHOUT_EXPERTS and config.get("num_local_experts") == 0:
         raise UserError(
@@ -89,7 +89,7 @@ def _config_file(role: str, path: str | None) -> dict[str, Any]:
         raise UserError(f"models.{role}: give a path (a Hugging Face model directory) or init (a config)")
     directory = Path(path)
     if not directory.is_dir():
-        raise UserError(f"models.{role}.path {path}: no such directory{instead_of(directory, Path.is_dir)}")
+        raise UserError(f"models.{role}.path {path}: no such directory{instead_of(directory)}")
     file = directory / "config.json"
     if not file.is_file():
         raise UserError(f"models.{role}.path {path}: no config.json in it, so it is no Hugging Face model directory")
@@ -148,7 +148,7 @@ def stored_type(stored: Mapping[str, StoredTensor]) -> Dtype:
 
 def _computed_shapes(role: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
     """Return the shapes that follow from the config alone; None for a family without such a rule."""
-    if config.get("model_type") not in KNOWN_FAMILIES:
+    if config.get("model_type") not in Families.KNOWN:
         return None
     try:
         return decoder_shapes(config)

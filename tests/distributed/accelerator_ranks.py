@@ -17,7 +17,6 @@ import torch.distributed as dist
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.world import InOrder, Waitable
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.launch import worker
 from flexrlhf.runs.resume import ORDERS, RunOrder
 from flexrlhf.trainer import rank_runs, restoration
@@ -75,7 +74,7 @@ def on_accelerator(order: RunOrder) -> RunOrder:
 def spec_of_checkpoint(raw: dict[str, Any]) -> Spec:
     """Return a spec that a rank has written; ``cluster.device`` has no name for this accelerator."""
     assert raw["cluster"]["device"] == host_accelerator.NAME
-    return parse_spec(raw | {"cluster": raw["cluster"] | {"device": "cpu"}})
+    return Spec.parse(raw | {"cluster": raw["cluster"] | {"device": "cpu"}})
 
 
 if __name__ == "__main__":

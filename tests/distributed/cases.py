@@ -19,7 +19,6 @@ from assets import PROMPT_TOKENS, RESPONSE_TOKENS, SIZES, write_assets
 
 from flexrlhf.config.output_settings import Switches
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import parse_spec
 
 Raw = dict[str, Any]
 DEVICE = os.environ.get("FLEXRLHF_TEST_DEVICE", "cpu")
@@ -1071,7 +1070,7 @@ class Assets:
             raw["algorithm"] = {**raw["algorithm"], "protocols": _protocols(algorithm, roles)}
         if case.has_rollout_engine:
             raw = _with_rollout(raw, ROLLOUTS[case.rollout])
-        return parse_spec(self._in_place(raw), case.name)
+        return Spec.parse(self._in_place(raw), case.name)
 
     def _model(self, case: Case, role: str, trained: bool) -> Raw:
         limits = {"actor": 1.0, "critic": 2.0, "cost_critic": 2.0, "reward": None}

@@ -26,7 +26,6 @@ from processes import descendants
 from toys import SHAPE, WORDS
 
 from benchmarks.two_hosts import Link, linked_hosts
-from flexrlhf.config.spec_file import dump_spec
 
 Raw = dict[str, Any]
 STEPS, KEPT = 6, 3
@@ -54,7 +53,7 @@ class Shape:
 
     def raw(self, assets: Assets, service: str) -> Raw:
         """The config, but for its name and directory. ``service``: address of the one that scores."""
-        raw = _scored(assets, service) if self.case is None else yaml.safe_load(dump_spec(assets.spec(self.case)))
+        raw = _scored(assets, service) if self.case is None else yaml.safe_load(assets.spec(self.case).dump())
         return raw | {
             "steps": STEPS,
             "timeout_seconds": self.seconds,

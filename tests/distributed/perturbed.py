@@ -12,9 +12,8 @@ import torch
 
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.display.events import discard
+from flexrlhf.display.events import EventSender
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.run_directory import RunDirectory
@@ -32,7 +31,7 @@ def run(spec: Spec, world: World, name: str, amount: float) -> None:
     RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
     flight = FlightRecord(plan, world, RunDirectory(spec.directory))
     meter, stops, files = MemoryMeter(world.device), StopRequests(world.store), RunFiles(world.rank == 0)
-    rank = open_rank(plan, plan.data.load(), files, world, flight, meter, stops, discard)
+    rank = open_rank(plan, plan.data.load(), files, world, flight, meter, stops, EventSender())
     trainer = Trainer(rank)
     weight = rank.models["actor"].engine.weights()[name]
     with torch.no_grad():
@@ -43,7 +42,7 @@ def run(spec: Spec, world: World, name: str, amount: float) -> None:
 
 
 def main(config: str, name: str, amount: str) -> None:
-    spec = parse_spec(read_yaml(Path(config).read_text()))
+    spec = Spec.parse(read_yaml(Path(config).read_text()))
     with open_world("cpu", spec.timeout_seconds) as world:
         run(spec.model_copy(update={"name": "as-it-is"}), world, name, 0.0)
         run(spec.model_copy(update={"name": "perturbed"}), world, name, float(amount))

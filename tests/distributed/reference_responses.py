@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.chat import read_chat_format
-from flexrlhf.data.examples import Example, load_examples
+from flexrlhf.data.examples import Example, LoadedExamples
 from flexrlhf.operators.outcomes import EPISODE_STATES
 
 NEEDS = {"sft": "responses", "reward": "pairs", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "pairs")}
@@ -142,7 +142,7 @@ class Result:
 
 
 def read_examples(spec: Spec, tokenizer: Any, path: str, needs: str | None = None, form: str = "auto") -> list[Example]:
-    return load_examples(
+    return LoadedExamples.load(
         path,
         form=form,
         needs=needs or NEEDS.get(spec.algorithm.name, "prompts"),  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from comparison import deviations
 from forked import run_ranks
 from launcher import Outcome, params
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -141,7 +141,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     selected = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
     equal = {case: Outcome(case, make_plan(assets.spec(case))) for case in selected}
     whole, resumed = (
-        Outcome(EQUAL[0], make_plan(parse_spec(raw_spec(assets, *settings))))
+        Outcome(EQUAL[0], make_plan(Spec.parse(raw_spec(assets, *settings))))
         for settings in (("whole", 256), ("resumed", 128))
     )
     # measured first, since weights of checksums stay on the device
@@ -149,7 +149,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         RunOrder(whole.plan.spec),
         RunOrder(resumed.plan.spec, (RunDirectory(whole.directory).checkpoint(2).path,)),
     ]
-    together = {way: Outcome(EQUAL[0], make_plan(parse_spec(together_spec(assets, way)))) for way in TOGETHER}
+    together = {way: Outcome(EQUAL[0], make_plan(Spec.parse(together_spec(assets, way)))) for way in TOGETHER}
     orders += [RunOrder(each.plan.spec) for each in (*equal.values(), *together.values())]
     for each in (whole, resumed, *equal.values(), *together.values()):
         RunDirectory(each.plan.spec.directory).prepare(each.plan.spec, format_plan(each.plan), continues=False).close()

@@ -18,7 +18,6 @@ from test_nodes import free_port
 
 import flexrlhf
 from benchmarks.two_hosts import can_link, linked_hosts
-from flexrlhf.config.spec_file import dump_spec
 
 CASE = Case("two", "halves", 2)
 SECONDS = 90
@@ -29,7 +28,7 @@ Table = dict[str, tuple[str, str]]
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = make_assets(tmp_path_factory.mktemp("doctor")).spec(CASE)
-    raw = yaml.safe_load(dump_spec(spec)) | {"runs": "runs", "checkpoint": {"every": 1}}
+    raw = yaml.safe_load(spec.dump()) | {"runs": "runs", "checkpoint": {"every": 1}}
     path = tmp_path_factory.mktemp("config") / "two.yaml"
     path.write_text(yaml.safe_dump(raw))
     return path

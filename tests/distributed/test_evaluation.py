@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.launch.start import launch
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
@@ -109,7 +108,7 @@ def spec_of(assets: Assets, name: str, changes: Raw) -> Spec:
         "timeout_seconds": 60,
     }
     further = {key: value for key, value in changes.items() if key != "models"}
-    return parse_spec({**raw, **further, "eval": raw["eval"] | changes.get("eval", {})})
+    return Spec.parse({**raw, **further, "eval": raw["eval"] | changes.get("eval", {})})
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from killed_decoders import decoders_of
 from processes import descendants, listening_addresses
 from safetensors.torch import load_file
 
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import METRICS
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.timeline import Trace
@@ -41,7 +40,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
 @pytest.fixture(scope="module")
 def endless(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A config whose run does not end by itself: ref on rank 0, reward on rank 1."""
-    raw = yaml.safe_load(dump_spec(assets.spec(Case("two", "halves", 2))))
+    raw = yaml.safe_load(assets.spec(Case("two", "halves", 2)).dump())
     raw |= {"name": "endless", "steps": 100_000, "timeout_seconds": 5, "runs": "runs"}
     path = tmp_path_factory.mktemp("config") / "endless.yaml"
     path.write_text(yaml.safe_dump(raw))
@@ -120,7 +119,7 @@ def test_ranks_are_restarted_and_end_with_their_launcher(endless: Path, tmp_path
 def child_config(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without an end whose responses a process of rank 1 decodes."""
     pytest.importorskip("vllm")
-    raw = yaml.safe_load(dump_spec(assets.spec(Case("four", "six-chunks", 2, rollout="vllm-child"))))
+    raw = yaml.safe_load(assets.spec(Case("four", "six-chunks", 2, rollout="vllm-child")).dump())
     raw |= {"name": "decoding", "steps": 100_000, "timeout_seconds": 90, "runs": "runs"}
     path = tmp_path_factory.mktemp("config") / "decoding.yaml"
     path.write_text(yaml.safe_dump(raw))
@@ -315,7 +314,7 @@ def test_ranks_of_other_commands_are_named_too(command: str, assets: Assets, tmp
 def write_failing(assets: Assets, directory: Path, rollout: str = "", has_loop: bool = True) -> Path:
     """Write a config whose loop fails; a session's has none."""
     case = Case("grpo-counted", "six", 2, rollout=rollout) if rollout else Case("grpo-counted", "co-located", 2)
-    raw = yaml.safe_load(dump_spec(assets.spec(case)))
+    raw = yaml.safe_load(assets.spec(case).dump())
     raw |= {"name": "failing", "steps": 3, "timeout_seconds": 240 if rollout else 5, "runs": "runs"}
     if has_loop:
         raw["algorithm"]["loop"] = f"{as_nccl.__file__}:failing"

@@ -16,7 +16,6 @@ from cases import Case, make_assets
 from commands import children, is_alive, read_until
 
 from benchmarks.two_hosts import Link, can_link, linked_hosts
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.timeline import Trace
 
 PORT = 29500
@@ -31,7 +30,7 @@ pytestmark = [
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four ranks that does not end by itself; a silent connection counts as lost after twenty seconds."""
     assets = make_assets(tmp_path_factory.mktemp("hosts"))
-    raw = yaml.safe_load(dump_spec(assets.spec(Case("four", "halves", 4))))
+    raw = yaml.safe_load(assets.spec(Case("four", "halves", 4)).dump())
     raw |= {"name": "endless", "steps": 100_000, "timeout_seconds": 20, "runs": "runs"}
     path = tmp_path_factory.mktemp("config") / "endless.yaml"
     path.write_text(yaml.safe_dump(raw))

@@ -16,7 +16,6 @@ from flexrlhf.config.data_settings import EvalSpec
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.config.output_settings import CheckpointSpec, SaveSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec
 
 
 def run(directory: Path, *arguments: str) -> str:
@@ -48,8 +47,8 @@ def write_runs(directory: Path, spec: Spec, evaluation: str) -> None:
     further = actor.model_copy(update={"path": "runs/first/actor-best", "lora": LoraSpec(), "optimizer": still})
     models = spec.models.model_copy(update={"actor": further})
     second = first.model_copy(update={"name": "second", "models": models, "eval": None, "save": SaveSpec()})
-    (directory / "first.yaml").write_text(dump_spec(first))
-    (directory / "second.yaml").write_text(dump_spec(second))
+    (directory / "first.yaml").write_text(first.dump())
+    (directory / "second.yaml").write_text(second.dump())
 
 
 def test_a_later_run_starts_from_the_best_adapters_and_goes_on(

@@ -10,7 +10,7 @@ import pytest
 from cases import DEVICE, Case
 from launcher import Launches, Outcome
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.launch.start import launch
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
@@ -34,7 +34,7 @@ _OUTCOMES: dict[tuple[str, int], Outcome] = {}
 def outcome_of(launches: Launches, engine: str, zero: int) -> Outcome:
     """Two updates on two fresh processes: an earlier run's memory in the allocator would count."""
     if (engine, zero) not in _OUTCOMES:
-        plan = make_plan(parse_spec(raw_spec(launches.assets.directory, engine, zero)))
+        plan = make_plan(Spec.parse(raw_spec(launches.assets.directory, engine, zero)))
         RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
         # so that freed memory leaves the resident set, as it leaves a GPU's count
         with patch.dict(os.environ, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="1000000"):
@@ -106,7 +106,7 @@ def operators_spec(directory: Path) -> dict[str, object]:
 
 def test_a_copy_for_one_operator_takes_memory_while_it_exists(launches: Launches) -> None:
     """Unreleased weights of 440 MB would add a third to the peak, which is reached in the following training."""
-    plan = make_plan(parse_spec(operators_spec(launches.assets.directory)))
+    plan = make_plan(Spec.parse(operators_spec(launches.assets.directory)))
     RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
     with patch.dict(os.environ, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="1000000"):
         launch([RunOrder(plan.spec)], plan, Hosts())

@@ -20,7 +20,6 @@ from comparison import deviations
 from forked import RANK_ENVIRONMENT, Forked
 from launcher import Outcome
 
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.plan.pipeline import make_plan
 
 CASE = Case("two", "halves", 2)
@@ -49,7 +48,7 @@ def write_config(assets: Assets, directory: Path, **changes: Any) -> str:
 
 
 def write_case(case: Case, assets: Assets, path: Path, **changes: Any) -> str:
-    path.write_text(yaml.safe_dump(yaml.safe_load(dump_spec(assets.spec(case))) | {"runs": "runs"} | changes))
+    path.write_text(yaml.safe_dump(yaml.safe_load(assets.spec(case).dump()) | {"runs": "runs"} | changes))
     return str(path)
 
 

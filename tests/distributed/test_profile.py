@@ -13,8 +13,8 @@ from cases import SIZES
 from commands import children, is_alive, read_until, start
 
 from benchmarks.two_hosts import can_link, linked_hosts
+from flexrlhf.config.output_path import OutputPath
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.config.user_paths import check_output
 from flexrlhf.data.quickstart import config_paths, prepare_corpus
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic
@@ -160,7 +160,9 @@ def test_a_path_that_cannot_be_written_is_refused_before_measuring(tmp_path: Pat
     out, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 2 and "-o .: a directory; give a file" in out and "measuring" not in out, out
     with pytest.raises(UserError, match="is a file, not a directory"):
-        check_output(tmp_path / "file" / "costs.json", "-o", "profile.json", str.isspace, makes_directories=True)
+        OutputPath(tmp_path / "file" / "costs.json", "-o").check_file(
+            "profile.json", str.isspace, makes_directories=True
+        )
 
 
 def test_an_interrupt_leaves_no_file_and_no_process(tmp_path: Path) -> None:

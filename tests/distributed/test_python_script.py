@@ -13,7 +13,6 @@ from assets import SIZES
 from cases import Case, make_assets
 from commands import PROGRAM, start
 
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import METRICS
 from flexrlhf.runs.run_directory import RunDirectory
 
@@ -41,7 +40,7 @@ def run(arguments: list[str], directory: Path, program: Sequence[str] = PROGRAM)
 def test_a_script_trains_as_the_command_does(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     """The script's config has other weights and no placement: its arguments replace both."""
     assets = make_assets(tmp_path_factory.mktemp("script"))
-    raw = yaml.safe_load(dump_spec(assets.spec(Case("two", "halves", 2)))) | {"runs": "runs", "placement": None}
+    raw = yaml.safe_load(assets.spec(Case("two", "halves", 2)).dump()) | {"runs": "runs", "placement": None}
     write(tmp_path / "command.yaml", raw, "command")
     run(["run", "command.yaml", "--placement-ratio", "[1,1,0.5,0.5]"], tmp_path)
     actor, critic = (raw["models"][role].pop("path") for role in ("actor", "critic"))

@@ -19,7 +19,6 @@ from cases import Assets, Case, make_assets
 from commands import is_alive, read_until, start
 from ray_cluster import RayCluster, ray_cluster
 
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import METRICS
 
 pytest.importorskip("ray")
@@ -45,7 +44,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def write_config(assets: Assets, directory: Path, case: Case) -> str:
-    raw = yaml.safe_load(dump_spec(assets.spec(case))) | {"runs": "runs", "cluster": NODES}
+    raw = yaml.safe_load(assets.spec(case).dump()) | {"runs": "runs", "cluster": NODES}
     path = directory / f"{case.name}.yaml"
     path.write_text(yaml.safe_dump(raw))
     return str(path)

@@ -12,7 +12,7 @@ from launcher import Outcome
 
 from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.config.placement_settings import PlacementEntry, PlacementMap
-from flexrlhf.config.spec_file import dump_spec, load_spec
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.run_directory import RunDirectory
 
@@ -36,7 +36,7 @@ def test_a_run_goes_on_under_the_faster_placement_with_the_same_results(
             "debug": DebugSpec(record_columns=True, run_delay_seconds=0.05),
         }
     )
-    (tmp_path / "replanned.yaml").write_text(dump_spec(first))
+    (tmp_path / "replanned.yaml").write_text(first.dump())
     process = start(["run", "replanned.yaml", "--replan", "every=3,restart=0"], tmp_path)
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out[-3000:]

@@ -23,8 +23,7 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.output_settings import CheckpointSpec
-from flexrlhf.config.spec import RolloutSpec
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.data.order import step_indices
 from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus
@@ -398,7 +397,7 @@ def test_a_copy_that_waits_in_host_memory_is_in_the_checkpoint(tmp_path: Path) -
     config = tmp_path / "offloaded.yaml"
     config.write_text(yaml.safe_dump(raw))
     offloaded, found = set[str](), set[str]()
-    for instruction in make_plan(parse_spec(raw)).schedule.for_rank(1):
+    for instruction in make_plan(Spec.parse(raw)).schedule.for_rank(1):
         match instruction:
             case Offload():
                 offloaded.add(instruction.model)

@@ -24,7 +24,6 @@ from killed_decoders import STEP
 from launcher import Launches, Outcome, params
 from safetensors.torch import load_file
 
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.strategies.instructions import Sync
 
 pytestmark = pytest.mark.timeout(3600)
@@ -168,7 +167,7 @@ def test_the_gate_stops_a_run_whose_trainer_has_another_weight(assets: Assets, t
     limits = {"max_difference": 1e-3, "mean_difference": 1e-4}  # the default of float32
     rollout = spec.rollout.model_copy(update={"parity": spec.rollout.parity.model_copy(update=limits)})
     config = tmp_path / "config.yaml"
-    config.write_text(dump_spec(spec.model_copy(update={"rollout": rollout, "steps": 1, "runs": str(tmp_path)})))
+    config.write_text(spec.model_copy(update={"rollout": rollout, "steps": 1, "runs": str(tmp_path)}).dump())
     ended = as_one_rank("perturbed.py", str(config), "model.layers.0.mlp.down_proj.weight", "0.01")
     assert "as-it-is ended" in ended.stdout and "perturbed ended" not in ended.stdout, ended.stderr[-2000:]
     assert ended.returncode != 0

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.output_settings import CheckpointSpec, SaveSpec
-from flexrlhf.config.spec_file import dump_spec
 
 STEPS = 2
 SHARD_GB = 2e-5
@@ -46,7 +45,7 @@ def train(directory: Path, source: Path) -> Path:
         "save": SaveSpec(every=1, keep=True, shard_gb=SHARD_GB),
         "checkpoint": CheckpointSpec(every=1),
     }
-    (directory / "rounded.yaml").write_text(dump_spec(spec.model_copy(update=changes)))
+    (directory / "rounded.yaml").write_text(spec.model_copy(update=changes).dump())
     process = start(["run", "rounded.yaml"], directory)
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out[-3000:]

@@ -15,7 +15,6 @@ from cases import Case
 from forked import RANK_ENVIRONMENT, Forked
 from launcher import Launches, Outcome, params
 
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import METRICS
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.report.reported_run import plan_of_run
@@ -32,7 +31,7 @@ def written(launches: Launches, case: Case, directory: Path, name: str) -> Path:
     """Write the config of ``case`` for a run ``name`` in ``directory``."""
     spec = launches.assets.spec(case)
     path = directory / f"{name}.yaml"
-    path.write_text(dump_spec(spec.model_copy(update={"name": name, "runs": str(directory / "runs")})))
+    path.write_text(spec.model_copy(update={"name": name, "runs": str(directory / "runs")}).dump())
     return path
 
 

@@ -8,8 +8,6 @@ import pytest
 from cases import Case, make_assets
 from commands import children, read_until, start
 
-from flexrlhf.config.spec_file import dump_spec
-
 NUM_RUNS = 3
 
 
@@ -23,7 +21,7 @@ def test_groups_end_with_their_run(tmp_path_factory: pytest.TempPathFactory, tmp
     spec = make_assets(tmp_path_factory.mktemp("several")).spec(Case("two", "halves", 2))
     paths = [tmp_path / f"{index}.yaml" for index in range(NUM_RUNS)]
     for index, path in enumerate(paths):
-        path.write_text(dump_spec(spec.model_copy(update={"name": f"run{index}", "steps": 5})))
+        path.write_text(spec.model_copy(update={"name": f"run{index}", "steps": 5}).dump())
     process = start(["run", *map(str, paths)], tmp_path)
     threads = []
     for index in range(NUM_RUNS):

@@ -20,7 +20,6 @@ from logged_runs import READERS
 from safetensors.torch import load_file
 
 from flexrlhf.config.output_settings import LoggerSpec, MlflowSpec, TensorBoardSpec, WandbSpec
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.metrics import METRICS
 
 STEPS = 6
@@ -32,7 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("signals")
     spec = make_assets(tmp_path_factory.mktemp("models")).spec(Case("two", "co-located", 2))
     changes = {"steps": STEPS, "runs": "runs", "debug": spec.debug.model_copy(update={"record_columns": False})}
-    (path / "ppo.yaml").write_text(dump_spec(spec.model_copy(update={**changes, "loggers": installed_loggers()})))
+    (path / "ppo.yaml").write_text(spec.model_copy(update={**changes, "loggers": installed_loggers()}).dump())
     assert finished(launch(path, "whole", "--set", "loggers=[]"))[0] == 0
     return path
 

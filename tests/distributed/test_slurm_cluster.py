@@ -17,7 +17,6 @@ import yaml
 from cases import Case, make_assets
 from test_nodes import free_port
 
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.runs.run_directory import RunDirectory
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "munge", "unmunge")
@@ -102,7 +101,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two nodes of a rank each."""
     spec = make_assets(tmp_path_factory.mktemp("assets")).spec(Case("two", "halves", 2))
-    raw = yaml.safe_load(dump_spec(spec)) | {"name": "job", "runs": "runs", "steps": 200}
+    raw = yaml.safe_load(spec.dump()) | {"name": "job", "runs": "runs", "steps": 200}
     raw["cluster"] = {"nodes": [{"count": 2, "devices": 1}], "device": "cpu"}
     path = tmp_path_factory.mktemp("config") / "job.yaml"
     path.write_text(yaml.safe_dump(raw))

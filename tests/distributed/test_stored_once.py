@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launcher import Launches, run_orders
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import RunOrder
@@ -47,7 +47,7 @@ def plan_of(launches: Launches, name: str) -> Plan:
     """The plan of a run that has ended, launched with all others of the default tests or of the others."""
     if name not in _PLANS:
         names = [each for each in RUNS if (each in IN_FULL_ALONE) == (name in IN_FULL_ALONE)]
-        specs = [parse_spec(raw_spec(launches.assets.directory, each)) for each in names]
+        specs = [Spec.parse(raw_spec(launches.assets.directory, each)) for each in names]
         run_orders([RunOrder(spec) for spec in specs])
         _PLANS.update(zip(names, map(make_plan, specs), strict=True))
     return _PLANS[name]
@@ -100,7 +100,7 @@ def test_planned_bytes_are_metered(launches: Launches, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_in_common_are_planned_once(name: str, tmp_path: Path) -> None:
     """Else the test above would show less."""
-    plan = make_plan(parse_spec(raw_spec(tmp_path, name)))
+    plan = make_plan(Spec.parse(raw_spec(tmp_path, name)))
     (copy,) = (model for model in plan.placement.models if model.is_transient)
     first, second = (plan.state(copy, rank) for rank in range(2))
     actor = plan.state(plan.placement["actor"], 0)

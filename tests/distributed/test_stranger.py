@@ -17,8 +17,7 @@ from cases import Case, make_assets
 from commands import read_until
 
 from benchmarks.two_hosts import Link, can_link, linked_hosts
-from flexrlhf.config.job_secret import VARIABLE
-from flexrlhf.config.spec_file import dump_spec
+from flexrlhf.config.job_secret import JobSecret
 
 pytestmark = [
     pytest.mark.full,
@@ -60,7 +59,7 @@ print(json.dumps(sorted(set(found))))
 
 def play(host: str, script: str, *arguments: str) -> object:
     """Return the JSON that a script prints in the namespace of a host, without the secret."""
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != JobSecret.VARIABLE}
     command = ["ip", "netns", "exec", host, sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
     return json.loads(done.stdout)
@@ -105,8 +104,8 @@ def test_a_stranger_without_the_secret(
 ) -> None:
     """Machines with directories of their own, whose store and files are at an address of their common network."""
     secret = token_hex()
-    monkeypatch.setenv(VARIABLE, secret)
-    raw = yaml.safe_load(dump_spec(make_assets(tmp_path / "assets").spec(Case("two", "halves", 2))))
+    monkeypatch.setenv(JobSecret.VARIABLE, secret)
+    raw = yaml.safe_load(make_assets(tmp_path / "assets").spec(Case("two", "halves", 2)).dump())
     raw |= {"name": "endless", "steps": 100_000, "timeout_seconds": 30, "runs": "runs"}
     (tmp_path / "endless.yaml").write_text(yaml.safe_dump(raw))
     places = [tmp_path / host for host in link.hosts]

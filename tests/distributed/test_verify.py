@@ -17,7 +17,6 @@ from forked import RANK_ENVIRONMENT, warm_factory
 
 from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.launch.start import start_ranks
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
@@ -163,7 +162,7 @@ def config(directory: Path, function: str) -> Path:
     """A run of GRPO with scores of a function, so of few models; with more steps than are verified."""
     assets = make_assets(directory)
     (directory / "lengths.py").write_text(ONE_BY_ONE)
-    raw = yaml.safe_load(dump_spec(assets.spec(Case("grpo", "co-located", 1))))
+    raw = yaml.safe_load(assets.spec(Case("grpo", "co-located", 1)).dump())
     raw["models"].pop("reward")
     raw |= {"reward": {"function": f"{directory}/lengths.py:{function}"}, "placement": None, "steps": 100}
     (directory / "run.yaml").write_text(yaml.safe_dump(raw))

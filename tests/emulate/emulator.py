@@ -32,7 +32,7 @@ from symbolic import (
     written,
 )
 
-from flexrlhf.operators.columns import FINAL_OUTCOME
+from flexrlhf.operators.columns import Column
 from flexrlhf.placement.groups import (
     Group,
     GroupPurpose,
@@ -288,7 +288,7 @@ class Rank:
                 self.trace.weights[run.model] = updated(run.operator, self.trace.weights[run.model], reads)
         if run.operator == self._plan.graph.accounting:
             for _ in self._reads(step, run, run.mini_batches):
-                self._count(step, FINAL_OUTCOME)
+                self._count(step, Column.FINAL_OUTCOME)
 
     def _begin(self, step: int, run: Run) -> None:
         """An engine that generates may begin with the batches ahead: so just these must come, with the same

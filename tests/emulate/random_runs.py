@@ -7,7 +7,7 @@ from typing import Any
 
 from random_specs import INIT
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -76,7 +76,7 @@ def placed(raw: Raw, random: Random) -> Plan | None:
         "schedule": {**raw["schedule"], "num_chunks": chunks},
     }
     try:
-        return make_plan(parse_spec({**raw, **settings}))
+        return make_plan(Spec.parse({**raw, **settings}))
     except UserError:
         return None
 

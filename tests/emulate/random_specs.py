@@ -13,7 +13,7 @@ from typing import Any
 from residency_rules import least_and_most
 
 from flexrlhf.config.placement_settings import PlacementMap
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.placement import Placement
@@ -64,18 +64,18 @@ def valid_specs(count: int, seed: int) -> RandomSpecs:
     while len(specs.plans) < count:
         raw = make_spec(rng)
         try:
-            plan = make_plan(parse_spec(raw))
+            plan = make_plan(Spec.parse(raw))
             if chance(rng, 0.7) and add_tensor_parallel(rng, raw, plan):
-                plan = make_plan(parse_spec(raw))
+                plan = make_plan(Spec.parse(raw))
             raw, plan = with_shards_in_nodes(*with_parts_of_experts(*with_parts_of_rows(raw, plan)))
             raw, plan = with_rollout_stages(*with_stages(raw, plan))
             if chance(rng, 0.25):
                 raw["cluster"]["memory_gb"] = rng.randint(*least_and_most(plan)) / 1e9
-                plan = make_plan(parse_spec(raw))
+                plan = make_plan(Spec.parse(raw))
             if "importance" in raw["algorithm"] and chance(Random(repr(raw)), 0.8):
                 # with syncs after several batches some of these leave tokens out
                 raw["algorithm"]["importance"]["max_staleness"] = raw["schedule"]["lag"]
-                plan = make_plan(parse_spec(raw))
+                plan = make_plan(Spec.parse(raw))
             raw, plan = split_by_protocols(*in_turns(*in_segments(raw, plan)))
             specs.plans.append(plan)
             specs.specs.append(raw)
@@ -223,7 +223,7 @@ def with_parts_of_rows(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
             parts = {"cp": rng.choice((2, 2, 4)), "context_parallel": rng.choice(("auto", "ring"))}
             changed["models"].setdefault(model.role, {}).update(parts)
     try:
-        return changed, make_plan(parse_spec(changed))
+        return changed, make_plan(Spec.parse(changed))
     except UserError:
         return raw, plan
 
@@ -242,7 +242,7 @@ def with_parts_of_experts(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         if sizes and model.facts.ep and model.rollout is None and not model.follows and chance(rng, 0.7):
             changed["models"].setdefault(model.role, {})["ep"] = rng.choice(sizes)
     try:
-        return changed, make_plan(parse_spec(changed))
+        return changed, make_plan(Spec.parse(changed))
     except UserError:
         return raw, plan
 
@@ -254,7 +254,7 @@ def with_shards_in_nodes(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
             changed = deepcopy(raw)
             changed["models"][model.role]["shard"] = "node"
             try:
-                raw, plan = changed, make_plan(parse_spec(changed))
+                raw, plan = changed, make_plan(Spec.parse(changed))
             except UserError:
                 continue
     return raw, plan
@@ -274,7 +274,7 @@ def with_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         if role != generates and "share" not in settings and chance(rng, 0.8):
             _put_on_megatron(rng, settings, plan, plan.placement[role])
     try:
-        return staged, make_plan(parse_spec(staged))
+        return staged, make_plan(Spec.parse(staged))
     except UserError:
         return raw, plan
 
@@ -289,7 +289,7 @@ def with_rollout_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         if "init" in settings:
             settings["init"] = {**settings["init"], "num_hidden_layers": 4}
     try:
-        return staged, make_plan(parse_spec(staged))
+        return staged, make_plan(Spec.parse(staged))
     except UserError:
         return raw, plan
 
@@ -303,7 +303,7 @@ def in_segments(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
     segments = {"segment_tokens": rng.choice((32, 32, 43, 64, 128)), "max_segments": rng.choice((None, None, 2, 3))}
     changed["rollout"] |= segments
     try:
-        return changed, make_plan(parse_spec(changed))
+        return changed, make_plan(Spec.parse(changed))
     except UserError:
         return raw, plan
 
@@ -315,7 +315,7 @@ def in_turns(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         return raw, plan
     changed = {**deepcopy(raw), "environment": {"path": "games.py:Game", "max_turns": rng.randint(1, 4)}}
     try:
-        return changed, make_plan(parse_spec(changed))
+        return changed, make_plan(Spec.parse(changed))
     except UserError:
         return raw, plan
 
@@ -329,7 +329,7 @@ def split_by_protocols(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
     functions = [f"{SPLITS}:{name}" for name in ("round_robin", "last_alone", "scattered")]
     protocols = {name: rng.choice(functions) for name in rng.sample(names, rng.randint(1, len(names)))}
     changed = {**deepcopy(raw), "algorithm": {**raw["algorithm"], "protocols": protocols}}
-    return changed, make_plan(parse_spec(changed))
+    return changed, make_plan(Spec.parse(changed))
 
 
 def _put_on_megatron(rng: Random, settings: Raw, plan: Plan, model: PlacedModel) -> None:

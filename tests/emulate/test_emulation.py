@@ -20,7 +20,7 @@ from residency_rules import check_residency, check_sleep, least_and_most
 from symbolic import Cell, Reference, inference_version, is_compared, num_evaluation_prompts, reference
 
 from flexrlhf.config.placement_settings import ClusterSpec
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -84,7 +84,7 @@ def ppo_plan(placement: Any, devices: int, schedule: dict[str, Any] | None = Non
         "environment": None if turns is None else {"path": "games.py:Game", "max_turns": turns},
         **({} if evaluation is None else {"eval": {"path": "evaluation.jsonl", "every": 2, **evaluation}}),
     }
-    return make_plan(parse_spec(raw))
+    return make_plan(Spec.parse(raw))
 
 
 def check_plan(plan: Plan) -> None:

@@ -16,7 +16,8 @@ from emulator import Stream, emulate
 from nccl_rules import Await, Call, Meet, Message, Post, Synchronize, find_block, outstanding
 from random_specs import valid_specs
 
-from flexrlhf.config.spec_file import load_spec, parse_spec
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import TrainPart
 from flexrlhf.placement.groups import Group, GroupPurpose
@@ -131,7 +132,7 @@ def plan_of(cluster: dict[str, Any], init: dict[str, Any], rollout: dict[str, An
         "rollout": rollout,
         **settings,
     }
-    return make_plan(parse_spec(raw))
+    return make_plan(Spec.parse(raw))
 
 
 NODE = {"nodes": [{"count": 1, "devices": 8, "class": "A100-80G"}]}
@@ -238,7 +239,7 @@ def check_waits_for_the_device(plan: Plan, calls: dict[int, list[Call]]) -> None
 
 @pytest.mark.parametrize("name", KINDS)
 def test_no_kind_blocks(name: str) -> None:
-    plan = make_plan(parse_spec(KINDS[name]))
+    plan = make_plan(Spec.parse(KINDS[name]))
     calls = calls_of(plan)
     assert not find_block(calls, strict=True)
     # its groups are in use
@@ -258,7 +259,7 @@ def test_no_kind_blocks(name: str) -> None:
 @pytest.mark.parametrize("left_out", ["keys and values", "tokens", "gather 1", "passes"])
 def test_a_rank_that_leaves_out_a_message_of_a_layer_is_found(left_out: str) -> None:
     """Such as one without rows that makes no idle pass."""
-    calls = calls_of(make_plan(parse_spec(KINDS["experts and ring"])))
+    calls = calls_of(make_plan(Spec.parse(KINDS["experts and ring"])))
     one = next(each for each in calls[3] if isinstance(each, Post) and each.key[-1] == left_out)
     calls[3].remove(one)
     assert "rank 3" in find_block(calls)
@@ -277,7 +278,7 @@ def test_no_random_kind_blocks() -> None:
             schedule = {"lag": rng.choice((0, 1, 2)), "num_chunks": rng.choice((1, 2))}
             settings = {**settings, "schedule": schedule, **APART, "environment": rng.choice((None, GAME))}
         try:
-            plan = make_plan(parse_spec(grpo(actor, rollout, **settings)))
+            plan = make_plan(Spec.parse(grpo(actor, rollout, **settings)))
         except UserError:
             continue
         assert not find_block(calls_of(plan), strict=True), (actor, rollout, settings)

@@ -15,8 +15,7 @@ from residency_rules import check_residency, least_and_most
 from test_emulation import PAIR, RECOMPUTE, STREAM, VLLM, check_plan, ppo_plan, without
 
 from flexrlhf.config.placement_settings import ClusterSpec
-from flexrlhf.config.spec import RolloutSpec
-from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.guideline.advice.operator_space import advise_operators
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
@@ -216,7 +215,7 @@ def test_placements_of_advise_are_written_and_run() -> None:
     cluster = ClusterSpec.model_validate({"nodes": [{"devices": 4, "class": "A100-80G"}]})
     spec = plan.spec.model_copy(update={"cluster": cluster, "rollout": RolloutSpec()})
     found = advise_operators(spec, AnalyticCosts(), None, 10.0)
-    written = make_plan(parse_spec(read_yaml(dump_spec(found.spec, short=True))))
+    written = make_plan(Spec.parse(read_yaml(found.spec.dump(short=True))))
     assert written.schedule == found.plan.schedule
     assert any(isinstance(x, Release) for x in written.schedule.instructions), "nothing is reallocated"
     check_plan(written)
@@ -229,7 +228,7 @@ def emulated(path: Path) -> Plan:
         if "init" in model:
             model["init"] = {**INIT, "num_hidden_layers": model["init"]["num_hidden_layers"]}
     raw["algorithm"] |= {"prompts_per_step": 8, "num_mini_batches": 4}
-    return make_plan(parse_spec({**raw, "steps": 3, "cluster": {"devices": 8}, "data": {"path": "rows.jsonl"}}))
+    return make_plan(Spec.parse({**raw, "steps": 3, "cluster": {"devices": 8}, "data": {"path": "rows.jsonl"}}))
 
 
 def test_real_has_four_plans() -> None:

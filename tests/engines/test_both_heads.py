@@ -27,7 +27,7 @@ from small_models import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flexrlhf.config.model_names import LLAMA_LIKE
+from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.models import load_model
@@ -294,7 +294,7 @@ def test_the_second_head_is_initialised_as_wide_as_others() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", LLAMA_LIKE)
+@pytest.mark.parametrize("family", Families.LLAMA_LIKE)
 def test_planned_shapes_equal_loaded_ones(family: str, tied: bool, tmp_path: Path) -> None:
     settings = ModelSpec(init=TINY | {"model_type": family, "tie_word_embeddings": tied})
     model = load_model(replace(placed(head="both"), settings=settings), SEED)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
-from flexrlhf.operators.columns import PRESENT
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import GENERATE
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.trainer.execution import OperatorRun
@@ -72,7 +72,7 @@ class Rounds:
         self.engine = engine_for(model, lengths=LENGTHS)
         model = replace(model, layout=Layout(tuple(range(num_ranks))))
         loaded = LoadedModel(model, self.engine, ONE_RANK, ONE_RANK, model_shape("actor", model.settings))
-        written = (*GENERATE.writes, "rollout_logprobs", "logprobs", PRESENT)
+        written = (*GENERATE.writes, "rollout_logprobs", "logprobs", Column.PRESENT)
         carried = tuple(name for name in written if name != "attention_mask")
         operator = replace(GENERATE, writes=written, carries=carried)
         mini_batches = self.shape.mini_batches
@@ -106,7 +106,7 @@ class Rounds:
             assert store is not None
             for row in run.rows:
                 cells = {name: store.get(name, [row])[0] for name in run.operator.writes}
-                if cells[PRESENT]:
+                if cells[Column.PRESENT]:
                     found[self.shape.as_taken(row)] = cells
         return found
 
@@ -162,7 +162,7 @@ def test_an_empty_place_has_nothing() -> None:
         is_empty = age == 2 or (age == 1 and (0, number) in trained)
         assert bool(second.exists[row]) != is_empty
         assert not is_empty or not any(
-            store.get(name, [row]).any() for name in ("response_mask", "attention_mask", PRESENT)
+            store.get(name, [row]).any() for name in ("response_mask", "attention_mask", Column.PRESENT)
         )
 
 

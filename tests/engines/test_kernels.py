@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES, SERVED, WITH_SINKS
+from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.models import compile_layers, load_model, use_kernels
@@ -120,7 +120,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KNOWN_FAMILIES)
+@pytest.mark.parametrize("kind", Families.KNOWN)
 def test_norms_and_rotations_of_ours_give_the_same_results_and_gradients(kind: str) -> None:
     """All weights random, since a norm of ones has half of its gradients by chance."""
     settings = ModelSpec(init={**TINY, "model_type": kind, **FAMILIES[kind]})
@@ -136,7 +136,7 @@ def test_norms_and_rotations_of_ours_give_the_same_results_and_gradients(kind: s
         loss.backward()
     assert not {"_NormBackward", "_RotationBackward"} & used[0].keys()
     norms = sum("norm" in name for name, _ in ours.named_parameters())
-    turned = 2 * TINY["num_hidden_layers"] if kind in SERVED and kind not in WITH_SINKS else 0
+    turned = 2 * TINY["num_hidden_layers"] if kind in Families.SERVED and kind not in Families.WITH_SINKS else 0
     assert (used[1]["_NormBackward"], used[1]["_RotationBackward"]) == (norms, turned)
     assert torch.equal(logits_of(ours), logits_of(plain))
     for (name, one), two in zip(plain.named_parameters(), ours.parameters(), strict=True):

@@ -21,7 +21,7 @@ from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, InOrder, World
 from flexrlhf.config.output_settings import NO_SWITCHES, DebugSpec, Switches
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.engines import decoding, noise_kernel
 from flexrlhf.engines.attended_spans import AttendedSpans, copied_to
 from flexrlhf.engines.base import Batch, StageRanks
@@ -52,7 +52,7 @@ def plan_of(switches: Switches, **changes: Any) -> Plan:
     operators = {"generate": both, "values": both, "train_actor": first, "train_critic": second}
     model = {"init": TINY}
     return make_plan(
-        parse_spec(
+        Spec.parse(
             {
                 "name": "switches",
                 "algorithm": {"name": "ppo", "prompts_per_step": 8},

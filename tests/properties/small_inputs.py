@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flexrlhf.config.spec_file import dump_spec, load_spec
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.config.yaml_io import write_yaml
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.plan.pipeline import make_plan
@@ -128,6 +128,6 @@ def _write_run() -> None:
     files = {piece_file("actor", 0): write_pieces(directory / piece_file("actor", 0), pieces)}
     files["actor.config.json"] = write_durably(directory / "actor.config.json", json.dumps(LLAMA).encode())
     progress = Progress(2, {"actor": {"updates": 4.0}}, {"actor": 2}, {}, {}, {})
-    Manifest(dump_spec(plan.spec), "digest", {"torch": "2"}, files, progress).write(directory)
-    (run / "config.yaml").write_text(dump_spec(plan.spec))
+    Manifest(plan.spec.dump(), "digest", {"torch": "2"}, files, progress).write(directory)
+    (run / "config.yaml").write_text(plan.spec.dump())
     RunDirectory(run).write_status("stopped", 2, 3)

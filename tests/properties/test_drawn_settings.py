@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from drawn_settings import Raw, draw_run
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.space import make_space
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
@@ -36,7 +36,7 @@ def test_a_plan_and_the_search_refuse_the_same_settings(count: int) -> None:
 def plan_refusal(raw: Raw) -> str:
     """Why a plan is refused, whatever memory it needs; empty: it is not."""
     try:
-        make_plan(parse_spec(raw))
+        make_plan(Spec.parse(raw))
     except UserError as error:
         return str(error)
     return ""
@@ -44,7 +44,7 @@ def plan_refusal(raw: Raw) -> str:
 
 def search_refusal(raw: Raw) -> str:
     """Why the search has no option for one of the models on the devices that the vector gives it."""
-    spec, has_shadows = parse_spec(raw), raw["placement"][0] < 1
+    spec, has_shadows = Spec.parse(raw), raw["placement"][0] < 1
     try:
         space = make_space(spec.model_copy(update={"placement": None}), AnalyticCosts(), None)
     except UserError as error:

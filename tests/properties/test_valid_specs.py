@@ -18,7 +18,7 @@ from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec, spec_data
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
 from flexrlhf.plan.pipeline import make_plan
@@ -46,7 +46,7 @@ OWN_CODE = {f"AlgorithmSpec.{name}" for name in ("graph", "loop", "settings", "p
 def test_random_specs_are_planned_and_written_as_yaml_they_are_the_same(count: int, tmp_path: Path) -> None:
     specs, features, settings = VariedSpecs(SEED), Counter[str](), set[str]()
     for number, (raw, plan) in enumerate(islice(specs, count)):
-        spec = parse_spec(raw)
+        spec = Spec.parse(raw)
         check_round_trip(spec, tmp_path / "spec.yaml", short=number % PRINTED > 0)
         if number % PRINTED == 0:
             check_plan(plan, tmp_path / "resolved.yaml")
@@ -61,18 +61,18 @@ def test_random_specs_are_planned_and_written_as_yaml_they_are_the_same(count: i
 
 
 def check_round_trip(spec: Spec, file: Path, short: bool) -> None:
-    text = dump_spec(spec, short)
+    text = spec.dump(short)
     file.write_text(text)
     assert load_spec(file) == spec, text
-    assert parse_spec(json.loads(json.dumps(spec_data(spec)))) == spec, text
+    assert Spec.parse(json.loads(json.dumps(spec.written()))) == spec, text
 
 
 def check_plan(plan: Plan, file: Path) -> None:
     """The YAML of a run's directory, with models and limits filled in: the same plan."""
-    text = dump_spec(plan.spec)
+    text = plan.spec.dump()
     file.write_text(text)
     again = load_spec(file)
-    assert (again, dump_spec(again)) == (plan.spec, text)
+    assert (again, again.dump()) == (plan.spec, text)
     assert format_plan(make_plan(again)) == CHOICE.sub("", format_plan(plan)), text
 
 
@@ -89,10 +89,10 @@ def test_an_engine_that_is_not_written_refuses_nothing_that_transformers_can_do(
             node["class"] = "A100-80G"
         raw["rollout"] = {"engine": "transformers"}
         try:
-            make_plan(parse_spec(raw))
+            make_plan(Spec.parse(raw))
         except UserError:
             continue
-        chosen[make_plan(parse_spec(raw | {"rollout": {}})).spec.rollout.engine] += 1
+        chosen[make_plan(Spec.parse(raw | {"rollout": {}})).spec.rollout.engine] += 1
     assert min(chosen["transformers"], chosen["vllm"]) > SAMPLE / 10, chosen
 
 

@@ -28,12 +28,11 @@ from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.ppo import LagrangeSpec
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, SourceSpec
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.config.model_settings import OF_ROUTERS, ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.output_settings import SaveSpec
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RuleSource, ServiceSource
 from flexrlhf.config.spec import RolloutSpec, Spec, SyncSpec
-from flexrlhf.config.spec_file import parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
 from flexrlhf.plan.algorithm_graph import make_graph
@@ -140,7 +139,9 @@ EXAMPLES: Examples = {
     ),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_optimizer", "offload_parameters")], NOTHING),
     **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_activations", "tiled_mlp")], NOTHING),
-    **dict.fromkeys([f"ModelSpec.{name}" for name in ("retokenize", "max_text_tokens", *OF_ROUTERS)], NOTHING),
+    **dict.fromkeys(
+        [f"ModelSpec.{name}" for name in ("retokenize", "max_text_tokens", *ModelSpec.OF_ROUTERS)], NOTHING
+    ),
 }
 RULES: tuple[Raw, ...] = (
     {"rule": "exact_answer"},
@@ -172,9 +173,9 @@ class VariedSpecs:
 
     def _next(self) -> tuple[Raw, Plan]:
         raw = make_varied_spec(self.rng)
-        plan = make_plan(parse_spec(raw))
+        plan = make_plan(Spec.parse(raw))
         if chance(self.rng, 0.4) and add_tensor_parallel(self.rng, raw, plan):
-            plan = make_plan(parse_spec(raw))
+            plan = make_plan(Spec.parse(raw))
         if chance(self.rng, 0.2):
             raw, plan = with_shards_in_nodes(raw, plan)
         raw, plan = with_parts_of_rows(*with_rollout_stages(*with_stages(raw, plan)))
@@ -186,10 +187,12 @@ def _with_routers(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
     rng = Random(f"routers {raw}")
     if not chance(rng, 0.2) or "init" not in raw["models"].get("actor", {}):
         return raw, plan
-    actor = raw["models"]["actor"] | {"init": BALANCED} | {name: rng.choice((0.001, 1)) for name in OF_ROUTERS}
+    actor = (
+        raw["models"]["actor"] | {"init": BALANCED} | {name: rng.choice((0.001, 1)) for name in ModelSpec.OF_ROUTERS}
+    )
     changed = raw | {"models": raw["models"] | {"actor": actor}}
     try:
-        return changed, make_plan(parse_spec(changed))
+        return changed, make_plan(Spec.parse(changed))
     except UserError:
         return raw, plan
 
@@ -201,7 +204,7 @@ def _with_environment(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         return raw, plan
     changed = raw | {"environment": random_settings(rng, EnvironmentSpec, EXAMPLES, 0.3)}
     try:
-        return changed, make_plan(parse_spec(changed))
+        return changed, make_plan(Spec.parse(changed))
     except UserError:
         return raw, plan
 
@@ -220,7 +223,7 @@ def make_varied_spec(rng: Random) -> Raw:
     has_steps = any(source.get("level") == "step" for source in _listed(raw.get("reward", [])))
     if has_steps and raw["algorithm"]["name"] == "grpo" and chance(Random(repr(raw)), 0.5):
         raw["algorithm"] |= {"supervision": "process", "baseline": "mean", "normalise_scores": "none", "kl": None}
-    graph = make_graph(parse_spec(raw))
+    graph = make_graph(Spec.parse(raw))
     shadows = graph.can_shadow and chance(rng, 0.5)
     raw["models"] = _models(rng, graph, shadows, share) | _scoring_models(raw)
     if chance(Random(repr(raw)), share):
@@ -232,7 +235,7 @@ def make_varied_spec(rng: Random) -> Raw:
         if raw["rollout"].get("groups") == "as-ended":
             raw["rollout"] |= {"segment_tokens": 2, "max_segments": Random(repr(raw)).choice((None, 2))}
         raw["models"]["actor"].pop("shadow", None)
-    graph = make_graph(parse_spec(raw))
+    graph = make_graph(Spec.parse(raw))
     raw["placement"] = _placement(rng, graph, raw, shadows)
     _split_nodes(rng, raw["cluster"]["nodes"], share)
     return raw | _instructions(rng, raw, shadows, share)

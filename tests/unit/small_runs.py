@@ -7,7 +7,7 @@ from typing import Any
 
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import apply_override, parse_spec
+from flexrlhf.config.spec_file import apply_override
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.pipeline import make_plan
@@ -39,7 +39,7 @@ def spec_of(placement: object = None, devices: int = 2, *overrides: str) -> Spec
     raw = deepcopy(PPO) | {"placement": placement, "cluster": {"devices": devices}}
     for override in overrides:
         apply_override(raw, override)
-    return parse_spec(raw)
+    return Spec.parse(raw)
 
 
 def plan_of(placement: object = None, devices: int = 2, *overrides: str) -> Plan:

@@ -9,10 +9,10 @@ import pytest
 from small_runs import TINY, plan_of, spec_of
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import MAX_CHUNKS, MAX_DEVICES, MAX_ROWS
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.files import read_rows
-from flexrlhf.data.text_rows import read_texts
+from flexrlhf.data.text_rows import TextRows
 from flexrlhf.errors import UserError
 from flexrlhf.plan import suggestions
 from flexrlhf.plan.suggestions import memory_suggestions
@@ -25,9 +25,15 @@ LAUGHS = "a: &a [1, 1]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in
 DEEP = "[" * 100_000
 
 SIZES = [
-    (("cluster.devices=100000",), f"cluster: 100000 devices are more than a plan takes: use at most {MAX_DEVICES}"),
+    (
+        ("cluster.devices=100000",),
+        f"cluster: 100000 devices are more than a plan takes: use at most {Spec.MAX_DEVICES}",
+    ),
     (("cluster={nodes: [{count: 1000000000, devices: 8}]}",), "cluster: 8000000000 devices"),
-    (("algorithm.prompts_per_step=1e9",), f"1000000000 rows a step, more than a plan takes: use at most {MAX_ROWS}"),
+    (
+        ("algorithm.prompts_per_step=1e9",),
+        f"1000000000 rows a step, more than a plan takes: use at most {Spec.MAX_ROWS}",
+    ),
     (("algorithm.prompts_per_step=1000", "algorithm.samples_per_prompt=1001"), "1001000 rows a step"),
     (("algorithm.prompts_per_step=2000000",), "use at most 1000000 algorithm.prompts_per_step"),
     (("rollout={segment_tokens: 16, max_segments: 1000000000}",), "use at most 125000 rollout.max_segments"),
@@ -41,7 +47,7 @@ SIZES = [
     ),
     (
         ("algorithm={name: ppo, prompts_per_step: 1000, num_mini_batches: 1000}", "schedule.num_chunks=1000"),
-        f"schedule.num_chunks 1000 on 2 devices are more than a plan takes: use at most {MAX_CHUNKS}",
+        f"schedule.num_chunks 1000 on 2 devices are more than a plan takes: use at most {Spec.MAX_CHUNKS}",
     ),
     (
         (
@@ -62,8 +68,8 @@ def test_a_size_beyond_planning_is_refused_with_the_limit(overrides: tuple[str, 
 
 
 def test_the_largest_sizes_are_valid() -> None:
-    spec = spec_of(None, MAX_DEVICES, f"algorithm.prompts_per_step={MAX_ROWS}")
-    assert (spec.cluster.num_devices, spec.algorithm.prompts_per_step) == (MAX_DEVICES, MAX_ROWS)
+    spec = spec_of(None, Spec.MAX_DEVICES, f"algorithm.prompts_per_step={Spec.MAX_ROWS}")
+    assert (spec.cluster.num_devices, spec.algorithm.prompts_per_step) == (Spec.MAX_DEVICES, Spec.MAX_ROWS)
 
 
 def test_layers_beyond_any_model_are_refused() -> None:
@@ -143,11 +149,11 @@ ROWS = {
 def test_a_row_that_its_reader_chokes_on_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(UserError) as error:
-        read_texts(tmp_path / "a.jsonl", needs="responses" if "output" in text else "prompts")
+        TextRows.usable(tmp_path / "a.jsonl", needs="responses" if "output" in text else "prompts")
     assert ROWS[text] in str(error.value)
 
 
 def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "\\ud83d\\ude00"}')
     assert read_rows(tmp_path / "a.jsonl") == [{"prompt": "😀"}]
-    assert read_texts(tmp_path / "a.jsonl", needs="prompts")[0].prompt == "😀"
+    assert TextRows.usable(tmp_path / "a.jsonl", needs="prompts")[0].prompt == "😀"

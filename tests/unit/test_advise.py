@@ -21,7 +21,7 @@ from flexrlhf.config.algorithms.grpo import GrpoSpec
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import apply_override, dump_spec, load_spec, parse_spec
+from flexrlhf.config.spec_file import apply_override, load_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import LARGEST_BATCHES, format_advice
@@ -411,7 +411,7 @@ def test_stages_are_a_choice_of_megatron_alone() -> None:
 def test_stages_that_are_advised_are_in_the_yaml_and_the_report(tmp_path: Path) -> None:
     file = tmp_path / "advised.yaml"
     config = tmp_path / "config.yaml"
-    config.write_text(dump_spec(megatron("models.critic.pp=4", "models.critic.tp=1", "models.ref.pp=2")))
+    config.write_text(megatron("models.critic.pp=4", "models.critic.tp=1", "models.ref.pp=2").dump())
     result = run(config, "-o", file)
     assert result.exit_code == 0, result.output
     spec = load_spec(file)
@@ -814,7 +814,7 @@ def test_a_placement_that_agrees_with_the_guideline_contradicts_nothing(advice: 
 
 
 def test_settings_to_use_instead_of_options_are_settings() -> None:
-    raw = read_yaml(dump_spec(spec_for(8)))
+    raw = read_yaml(spec_for(8).dump())
     for model in raw["models"].values():
         model.pop("init")
     values = {"=N": "=8", ": N": ": 8", "DIRECTORY": "models"}
@@ -823,7 +823,7 @@ def test_settings_to_use_instead_of_options_are_settings() -> None:
         for word, value in ({"=NAME": f"={names.get(name)}"} | values).items():
             setting = setting.replace(word, value)
         apply_override(raw, setting)
-    changed = parse_spec(raw, "advise")
+    changed = Spec.parse(raw, "advise")
     assert changed.algorithm.num_mini_batches == changed.data.max_prompt_tokens == 8
     assert changed.models.actor is not None and changed.models.actor.lora is not None
     assert (changed.models.actor.path, changed.models.actor.lora.rank) == ("models", 8)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from small_runs import plan_of, spec_of
 
-from flexrlhf.config.model_settings import OF_ROUTERS, OF_TRAINING, ModelSpec
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.plan.models import CRITIC_RATE
@@ -68,9 +67,9 @@ def test_only_trained_roles_take_settings_of_training() -> None:
     for role in ROLES:
         model, plain = model_of(spec, role), ModelSpec()
         assert model.zero == 3
-        taken = {name for name in OF_TRAINING if getattr(model, name) != getattr(plain, name)}
+        taken = {name for name in ModelSpec.OF_TRAINING if getattr(model, name) != getattr(plain, name)}
         # dense models have no routers
-        given = set(OF_TRAINING) - {"offload_optimizer", *OF_ROUTERS}
+        given = set(ModelSpec.OF_TRAINING) - {"offload_optimizer", *ModelSpec.OF_ROUTERS}
         assert taken == (given if role in ("actor", "critic") else set())
 
 
@@ -135,15 +134,15 @@ def test_a_role_that_must_be_written_is_still_missing() -> None:
 def test_a_dumped_spec_loads_as_the_same_spec(short: bool, like: str) -> None:
     overrides = (f"models.all={TRAINING}", "models.all.dtype=float32", "models.ref.share=actor", "models.actor.zero=0")
     spec = spec_of(None, 2, f"algorithm.like={like}", *overrides, "models.actor.optimizer.eps=0.25")
-    assert parse_spec(read_yaml(dump_spec(spec, short))) == spec
+    assert Spec.parse(read_yaml(spec.dump(short))) == spec
     resolved = planned(*overrides)
-    loaded = parse_spec(read_yaml(dump_spec(resolved, short)))
+    loaded = Spec.parse(read_yaml(resolved.dump(short)))
     # the short form lacks the chosen settings
     assert (resolve(loaded).spec if short else loaded) == resolved
 
 
 def test_a_dumped_role_has_what_differs_from_all() -> None:
     spec = spec_of(None, 2, "models.all={zero: 3, dtype: float32}", "models.reward.zero=0", "models.critic={}")
-    models = read_yaml(dump_spec(spec, short=True))["models"]
+    models = read_yaml(spec.dump(short=True))["models"]
     assert models["all"] == {"zero": 3, "dtype": "float32"}
     assert set(models["actor"]) == {"init"} and set(models["reward"]) == {"init", "zero"} and models["critic"] == {}

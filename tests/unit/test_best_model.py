@@ -12,7 +12,7 @@ from small_runs import plan_of
 
 from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.comm.world import World
-from flexrlhf.display.events import discard
+from flexrlhf.display.events import EventSender
 from flexrlhf.metrics import Triple
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.run_directory import RunDirectory
@@ -67,7 +67,7 @@ def test_what_is_read_by_all_is_removed_and_not_before(recorder: Recorder, tmp_p
     evaluate(recorder, 0, 0.5)
     work = WorkTime("run", recorder.world, Timeline(0, 1))
     ResultsWriter(
-        recorder, RunDirectory(tmp_path), work, RunLoggers(tmp_path), discard, lambda step, positions: []
+        recorder, RunDirectory(tmp_path), work, RunLoggers(tmp_path), EventSender(), lambda step, positions: []
     ).collect()
     actor, critic = saves()
     before = recorder.mailbox.store.num_keys()

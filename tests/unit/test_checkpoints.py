@@ -18,7 +18,6 @@ from test_shards import LAYOUTS, drawn_shape, placed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flexrlhf.comm.weights import cut
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
@@ -109,7 +108,7 @@ def written_checkpoint(plan: Plan, next_step: int) -> Path:
     entry = write_durably(directory / "actor-00000.safetensors", bytes(range(200)))
     progress = Progress(next_step, {"actor": {"updates": 4.0}}, {"actor": next_step}, {}, {}, {})
     files = {"actor-00000.safetensors": entry}
-    written = Manifest(dump_spec(plan.spec), "digest", {"torch": "2"}, files, progress, fixed_inputs(plan))
+    written = Manifest(plan.spec.dump(), "digest", {"torch": "2"}, files, progress, fixed_inputs(plan))
     written.write(directory)
     return directory
 
@@ -161,7 +160,7 @@ def test_what_each_run_goes_on_from(plan: Plan) -> None:
     automatic = resume_runs((plan,), "auto")[0]
     assert automatic.candidates == (newer, older) and automatic.continues
     assert resume_runs((plan,), str(older))[0].candidates == (older,)
-    (plan.spec.directory / "config.yaml").write_text(dump_spec(plan.spec))
+    (plan.spec.directory / "config.yaml").write_text(plan.spec.dump())
     RunDirectory(plan.spec.directory).write_status("finished", 9, 9)
     assert resume_runs((plan,), "auto")[0].finished
     longer = plan_of([1, 1, 1, 1], 2, "checkpoint.every=1", "steps=12")

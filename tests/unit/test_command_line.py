@@ -31,10 +31,11 @@ from flexrlhf.cli.options import RunOptions
 from flexrlhf.config import spec_file
 from flexrlhf.config.plugins import SHIPPED
 from flexrlhf.config.setting_list import keys_from, setting_sections
-from flexrlhf.config.spec_file import load_spec, parse_spec
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import prepare_corpus
-from flexrlhf.signals import Ending, StopSignal, check_stopped, handled
+from flexrlhf.signals import Ending, StopSignal, handled
 
 Invoke = Callable[..., str]
 
@@ -220,8 +221,8 @@ def test_a_script_keeps_its_own_handlers_of_signals_that_nobody_sends_to_it() ->
             os.kill(os.getpid(), signal.SIGTERM)
             # whoever has caught it, no rank starts
             with pytest.raises(StopSignal, match=r"^stopped by SIGUSR1 before"):
-                check_stopped()
-        check_stopped()
+                Ending.check_stopped()
+        Ending.check_stopped()
         assert signal.getsignal(signal.SIGUSR2) is own[1]
     finally:
         signal.signal(signal.SIGALRM, own[0])
@@ -317,7 +318,7 @@ def test_the_models_of_a_run_are_given_on_the_command_line(invoke: Invoke) -> No
 
 def test_a_home_directory_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    spec = parse_spec(
+    spec = Spec.parse(
         {
             "name": "a",
             "algorithm": {"name": "ppo", "ptx": {"path": "~/texts.jsonl"}},

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from flexrlhf.data.examples import load_examples
+from flexrlhf.data.examples import LoadedExamples
 from flexrlhf.data.files import read_rows
 from flexrlhf.data.quickstart.corpus import (
     BAD_RESPONSES,
@@ -202,6 +202,6 @@ def test_the_files_load_within_the_stated_limits(
     corpus: Path, tokenizer: PreTrainedTokenizerBase, name: str, needs: str
 ) -> None:
     limits = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_response_tokens": MAX_RESPONSE_TOKENS}
-    examples = load_examples(corpus / f"{name}.jsonl", needs=needs, tokenizer=tokenizer, **limits).examples
+    examples = LoadedExamples.load(corpus / f"{name}.jsonl", needs=needs, tokenizer=tokenizer, **limits).examples
     assert len(examples) == SIZES[name]
     assert all(example.prompt[0] == tokenizer.bos_token_id and all(example.finished) for example in examples)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flexrlhf.data.examples import EXAMPLES, Example, load_examples
+from flexrlhf.data.examples import EXAMPLES, Example, LoadedExamples
 from flexrlhf.data.files import Row, read_rows
 from flexrlhf.data.forms import ALPACA_TEMPLATES, detect_form, text_of
 from flexrlhf.data.order import step_indices
@@ -45,7 +45,7 @@ class WordTokenizer:
 
 def load(path: Path, needs: Needs, tokenizer: WordTokenizer | None = None, **settings: object) -> list[Example]:
     limits = {"max_prompt_tokens": 1000, "max_response_tokens": 1000} | settings
-    return load_examples(path, needs=needs, tokenizer=tokenizer or WordTokenizer(), **limits).examples
+    return LoadedExamples.load(path, needs=needs, tokenizer=tokenizer or WordTokenizer(), **limits).examples
 
 
 def write_jsonl(path: Path, *rows: object) -> Path:
@@ -76,10 +76,10 @@ def test_rows_of_a_program_are_examples_as_a_file_has_them(tmp_path: Path) -> No
     rows: list[Row] = [{"prompt": "one two", "answer": {"value": 2}}, {"question": "three", "answer": None}]
     settings = {"needs": "prompts", "max_prompt_tokens": 9, "max_response_tokens": 9, "with_columns": True}
     with pytest.raises(UserError, match="prompts of step 3, row 2: needs the column 'prompt'"):
-        load_examples("prompts of step 3", rows=rows, tokenizer=WordTokenizer(), **settings)  # type: ignore[arg-type]
+        LoadedExamples.load("prompts of step 3", rows=rows, tokenizer=WordTokenizer(), **settings)  # type: ignore[arg-type]
     path = write_jsonl(tmp_path / "rows.jsonl", rows[0])
     both = [
-        load_examples(path, rows=given, tokenizer=WordTokenizer(), **settings).examples  # type: ignore[arg-type]
+        LoadedExamples.load(path, rows=given, tokenizer=WordTokenizer(), **settings).examples  # type: ignore[arg-type]
         for given in (None, rows[:1])
     ]
     read = EXAMPLES.validate_json(EXAMPLES.dump_json(both[1]))

@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.data.chat import DEFAULT_CHAT, ChatFormat
-from flexrlhf.data.examples import DataCounts, TokenLimits, load_examples, quantile
+from flexrlhf.data.examples import DataCounts, LoadedExamples, TokenLimits
 from flexrlhf.data.files import read_rows
 from flexrlhf.data.forms import ALPACA_TEMPLATES
-from flexrlhf.data.inspection import Inspection, inspect_rows
+from flexrlhf.data.inspection import Inspection
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
-from flexrlhf.plan.data_report import data_line, data_warnings, format_inspection, unread_line
+from flexrlhf.plan.data_report import data_line, data_warnings, format_inspection, quantile, unread_line
 from flexrlhf.plan.run_data import DataSource
 
 ROWS = [{"prompt": "a b", "response": "c d e"}, {"prompt": "a b c d", "response": "e"}, {"prompt": "a", "response": ""}]
@@ -35,7 +35,7 @@ LIMITS = TokenLimits(max_prompt=3, max_response=3, long_prompts="drop")
 
 def inspect(path: Path, needs: Needs = "responses", limits: TokenLimits = LIMITS, **further: Any) -> Inspection:
     settings = {"form": "auto", "layout": RowLayout(), "tokenizer": WordTokenizer(), "chat": DEFAULT_CHAT, **further}
-    return inspect_rows(str(path), needs=needs, limits=limits, **settings)
+    return Inspection.of(str(path), needs=needs, limits=limits, **settings)
 
 
 def source(path: Path, needs: Needs = "responses", key: str = "data") -> DataSource:
@@ -56,7 +56,7 @@ def test_counts_are_of_all_rows_before_any_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("long_prompts", ["drop", "truncate-left", "truncate-right"])
 def test_a_run_counts_dropped_and_cut_rows(tmp_path: Path, long_prompts: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *ROWS)
-    loaded = load_examples(
+    loaded = LoadedExamples.load(
         path,
         needs="responses",
         tokenizer=WordTokenizer(),
@@ -143,7 +143,7 @@ def test_unread_names_and_unknown_tokens_are_counted(tmp_path: Path) -> None:
     report = format_inspection(source(path), inspect(path, tokenizer=tokenizer), tokenizer.decode)
     assert "  3 of 14 (21.4%) tokens, in 2 of 3 (66.7%) rows, are the tokenizer's unknown token" in report
     assert f"  {line}\n" in report
-    same = load_examples(path, needs="responses", tokenizer=Knowing(), max_prompt_tokens=3, max_response_tokens=1)
+    same = LoadedExamples.load(path, needs="responses", tokenizer=Knowing(), max_prompt_tokens=3, max_response_tokens=1)
     assert (same.counts.unread, same.counts.unknown) == (counts.unread, counts.unknown), "before any is cut"
     assert not inspect(path).counts.unknown, "of a tokenizer that knows all"
 
@@ -168,7 +168,7 @@ def test_rows_that_cannot_be_read_are_left_out_by_reason(tmp_path: Path) -> None
     limits = TokenLimits(4, 9, "drop", "drop")
     settings = {"max_prompt_tokens": 4, "max_response_tokens": 9, "long_prompts": "drop", "needs": "responses"}
     loaded, expected = (
-        load_examples(each, tokenizer=WordTokenizer(), bad_rows=bad_rows, **settings)  # type: ignore[arg-type]
+        LoadedExamples.load(each, tokenizer=WordTokenizer(), bad_rows=bad_rows, **settings)  # type: ignore[arg-type]
         for each, bad_rows in ((path, "drop"), (clean, "error"))
     )
     assert loaded.examples == expected.examples and len(loaded.examples) == 2
@@ -192,7 +192,9 @@ def test_rows_that_cannot_be_read_are_left_out_by_reason(tmp_path: Path) -> None
     for command_limits in (limits, TokenLimits(4, 9)):
         (tmp_path / "c.jsonl").write_text(BAD[0])
         with pytest.raises(UserError, match="row 1: .prompt. must be a string"):
-            load_examples(tmp_path / "c.jsonl", tokenizer=WordTokenizer(), bad_rows=command_limits.bad_rows, **settings)  # type: ignore[arg-type]
+            LoadedExamples.load(
+                tmp_path / "c.jsonl", tokenizer=WordTokenizer(), bad_rows=command_limits.bad_rows, **settings
+            )  # type: ignore[arg-type]
 
 
 # --- lines and warnings
@@ -291,7 +293,7 @@ def test_rows_that_train_on_no_end_are_said(tmp_path: Path, tokenizers: dict[str
     plain = ChatFormat(template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     for chat, number in ((plain, 1), (DEFAULT_CHAT, 0)):
         settings = {"tokenizer": tokenizers["smollm2"], "chat": chat, "form": "auto", "layout": RowLayout()}
-        found = inspect_rows(str(path), needs="responses", limits=TokenLimits(500, 500), **settings)
+        found = Inspection.of(str(path), needs="responses", limits=TokenLimits(500, 500), **settings)
         said = "data: 2 of 2 (100.0%) rows train on no token that ends a response (<|im_end|>), so a policy"
         assert sum(each.startswith(said) for each in data_warnings(source(path), found.counts)) == number
         report = format_inspection(source(path), found, tokenizers["smollm2"].decode)

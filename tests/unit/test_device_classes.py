@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_runs import plan_of
 
-from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.plan.pipeline import make_plan
@@ -84,7 +84,7 @@ def test_models_without_a_type_are_in_bfloat16_where_all_devices_compute_in_it(
     roles = ("actor", "critic", "ref", "reward")
     assert [plan.model(role).dtype for role in roles] == types
     for short in (False, True):
-        again = make_plan(parse_spec(read_yaml(dump_spec(plan.spec, short=short))))
+        again = make_plan(Spec.parse(read_yaml(plan.spec.dump(short=short))))
         assert [again.model(role).dtype for role in roles] == types
 
 

@@ -29,11 +29,11 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.algorithms import AnyAlgorithm
-from flexrlhf.config.job_secret import MAKE
+from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, load_spec
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.config.strict_model import mappings
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import CORPUS, config_paths, prepare_corpus
@@ -135,7 +135,7 @@ def leave_a_run() -> None:
     runs = Path("runs")
     (runs / "my-ppo").mkdir()
     (runs / "my-ppo" / "metrics.jsonl").write_text("".join(json.dumps(METRICS | {"step": n}) + "\n" for n in range(4)))
-    (runs / "my-ppo" / "config.yaml").write_text(dump_spec(load_spec(BASE)))
+    (runs / "my-ppo" / "config.yaml").write_text(load_spec(BASE).dump())
     RunDirectory(runs / "my-ppo").write_status("stopped", 4, 100, start_seconds=9.0)
     (runs / "profile.json").write_text(json.dumps(PROFILE))
     invoke("simulate", BASE, "-o", "runs/my-ppo/timeline.json")
@@ -216,7 +216,7 @@ def check(command: str) -> str:
         case ["ray", "start", *arguments]:
             check_ray_start(arguments)
         case ["export", *_]:
-            assert command.startswith(MAKE)
+            assert command.startswith(JobSecret.MAKE)
         case ["sbatch", script]:
             assert "#SBATCH" in Path(script).read_text()
         case ["make", target]:

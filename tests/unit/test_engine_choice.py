@@ -9,8 +9,8 @@ import pytest
 from small_runs import plan_of, spec_of
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.number_settings import differing_settings
-from flexrlhf.config.spec_file import dump_spec, load_spec, parse_spec
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
@@ -101,10 +101,10 @@ def test_vllm_generates_where_all_devices_compute_in_bfloat16_and_nothing_else_i
     plan = plan_of(placement, 2, *overrides)
     assert plan.spec.rollout.engine == engine
     assert choice_of(plan) == (f"{engine}, since {reason}" if reason else None)
-    open_yaml, whole_yaml = (read_yaml(dump_spec(plan.spec, short)) for short in (True, False))
+    open_yaml, whole_yaml = (read_yaml(plan.spec.dump(short)) for short in (True, False))
     assert "engine" not in open_yaml.get("rollout", {}) and whole_yaml["rollout"]["engine"] == engine
     for raw in (open_yaml, whole_yaml):
-        again = make_plan(parse_spec(raw))
+        again = make_plan(Spec.parse(raw))
         assert (again.spec, again.placement, again.schedule) == (plan.spec, plan.placement, plan.schedule)
 
 
@@ -112,7 +112,7 @@ def test_a_choice_stays_where_ranks_plan_again() -> None:
     """Their devices are the machine's, and some ranks read the settings from a YAML."""
     for overrides, engine in (((A100,), "vllm"), ((A100, *CUT), "transformers")):
         spec = plan_of(None, 2, *overrides).spec.with_device("cpu")
-        for each in (spec, parse_spec(read_yaml(dump_spec(spec)))):
+        for each in (spec, Spec.parse(read_yaml(spec.dump()))):
             assert make_plan(each).spec.rollout.engine == engine
 
 
@@ -120,7 +120,7 @@ def test_an_engine_that_is_written_is_no_choice() -> None:
     for engine in ("transformers", "torch", "vllm"):
         plan = plan_of(None, 2, A100, f"rollout.engine={engine}")
         assert (plan.spec.rollout.engine, choice_of(plan)) == (engine, None)
-        assert read_yaml(dump_spec(plan.spec, short=True))["rollout"]["engine"] == engine
+        assert read_yaml(plan.spec.dump(short=True))["rollout"]["engine"] == engine
 
 
 def test_a_model_that_an_earlier_run_writes_has_its_family(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_results_do_not_depend_on_the_choice() -> None:
     """A run of transformers goes on with vLLM, if the devices have become known."""
     for algorithm in (("algorithm.name=ppo",), SHARED):
         one, other = (plan_of(None, 2, *algorithm, *devices).spec for devices in ((), (A100,)))
-        assert differing_settings(one, other) == ()
+        assert one.differences(other) == ()
 
 
 @pytest.mark.parametrize(("overrides", "engine"), [((A100,), "vllm"), ((A100, *CUT), "transformers")])

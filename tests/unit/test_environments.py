@@ -19,7 +19,7 @@ import pytest
 from small_runs import PPO
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.environments import sandbox, sources
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
@@ -494,13 +494,13 @@ def test_profile_measures_replies_in_processes(tmp_path: Path, monkeypatch: pyte
         "reward": None,
         "cluster": {"devices": 1},
     }
-    plan = make_plan(parse_spec(raw))
+    plan = make_plan(Spec.parse(raw))
     (found,) = measure_environments([plan, plan], seconds=1.5)
     assert (found.name, found.is_concurrent, found.failures) == ("slow.py:Slow", False, 0)
     assert max(found.resets) < 0.05 <= min(found.replies) < 0.15 <= max(found.replies)
     assert 0 < found.around < 0.1 and found.computing < 0.3
     (tmp_path / "slow.py").write_text(SLOW.replace("def step", "async def step"))
-    alone = make_plan(parse_spec(raw | {"environment": raw["environment"] | {"processes": 1}}))
+    alone = make_plan(Spec.parse(raw | {"environment": raw["environment"] | {"processes": 1}}))
     (found,) = measure_environments([alone], seconds=0.1)
     # as many at the same time as in the run
     assert found.is_concurrent and len(found.resets) == alone.processes.most_episodes == 8

@@ -12,7 +12,8 @@ from small_runs import TINY
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.spec_file import apply_override, dump_spec, parse_spec
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import apply_override
 from flexrlhf.config.yaml_io import write_yaml
 from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus
@@ -74,9 +75,9 @@ def raw_with(*settings: str) -> dict[str, Any]:
 )
 def test_a_run_has_the_steps_of_its_passes(epochs: str, settings: tuple[str, ...], steps: int) -> None:
     (found, text), (same, without) = (
-        planned([parse_spec(raw_with(*settings, length))])[0] for length in (f"epochs={epochs}", f"steps={steps}")
+        planned([Spec.parse(raw_with(*settings, length))])[0] for length in (f"epochs={epochs}", f"steps={steps}")
     )
-    assert found.spec == same.spec and dump_spec(found.spec) == dump_spec(same.spec)
+    assert found.spec == same.spec and found.spec.dump() == same.spec.dump()
     assert f"passes: epochs {float(Fraction(epochs)):g} over" in text and f": {steps} steps of" in text
     assert "epochs" not in without
 
@@ -94,7 +95,7 @@ def test_a_run_has_the_steps_of_its_passes(epochs: str, settings: tuple[str, ...
 )
 def test_passes_that_cannot_be_counted_are_one_sentence(settings: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        planned([parse_spec(raw_with("epochs=2", *settings))])
+        planned([Spec.parse(raw_with("epochs=2", *settings))])
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -9,7 +9,7 @@ import pytest
 from small_runs import TINY, plan_of
 
 from flexrlhf.config.algorithms import ALGORITHMS
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.inputs import longest_lengths
@@ -107,7 +107,7 @@ def test_a_shared_reference_is_the_actor_in_evaluations_too() -> None:
         "models": {"actor": {"init": TINY, "lora": {}}, "ref": {"share": "actor"}},
         "data": {"path": "pairs.jsonl"},
     }
-    operators = {operator.name: operator for operator in make_graph(parse_spec(raw)).evaluation}
+    operators = {operator.name: operator for operator in make_graph(Spec.parse(raw)).evaluation}
     assert (operators["ref_logprobs"].role, operators["ref_logprobs"].adapters) == ("actor", False)
 
 
@@ -121,7 +121,7 @@ def test_a_reference_on_other_ranks_sends_what_pairs_are_compared_with() -> None
         "cluster": {"devices": 2},
         "placement": [1, 0.5],
     }
-    assert shown(make_plan(parse_spec(raw))) == [
+    assert shown(make_plan(Spec.parse(raw))) == [
         "##  run  logprobs on actor",
         "#.  run  ref_logprobs on ref",
         "##  move  ref_logprobs ref -> actor  point_to_point",
@@ -294,7 +294,7 @@ def test_settings_without_use_are_refused(name: str, settings: dict[str, Any], s
         "eval": {"path": "held_out.jsonl", **settings},
     }
     with pytest.raises(UserError) as error:
-        make_plan(parse_spec(raw))
+        make_plan(Spec.parse(raw))
     assert str(error.value).startswith(sentence)
 
 
@@ -302,7 +302,7 @@ def test_settings_without_use_are_refused(name: str, settings: dict[str, Any], s
 def test_every_evaluation_tells_metrics_by_which_a_model_may_be_chosen(name: str) -> None:
     kind = {"name": name, "samples_per_prompt": 2} if name in ("grpo", "rloo", "gspo") else {"name": name}
     raw = {"name": "run", "algorithm": kind, "models": {}, "data": {"path": "rows.jsonl"}}
-    graph = make_graph(parse_spec(raw))
+    graph = make_graph(Spec.parse(raw))
     combined = [operator.function for operator in graph.evaluation if operator.kind == "combine"]
     assert set(combined) <= set(EVALUATION_METRICS)
     known = {metric.name for metric in METRICS}

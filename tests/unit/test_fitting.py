@@ -12,7 +12,6 @@ from small_runs import plan_of, spec_of
 
 from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice import advise as advise_module
@@ -46,7 +45,7 @@ def test_settings_that_are_left_out_are_chosen_so_that_the_run_fits() -> None:
     assert "models.actor.zero=3" in sentence and "; else rank 0 needs" in sentence
     # results stay, and the YAML of the run has the chosen settings
     assert plan.model("actor").lora is None and plan.model("critic").dtype == "bfloat16"
-    assert make_plan(parse_spec(read_yaml(dump_spec(plan.spec)))).spec == plan.spec
+    assert make_plan(Spec.parse(read_yaml(plan.spec.dump()))).spec == plan.spec
 
 
 def test_calls_that_lack_memory_in_turn_are_mended_one_after_the_other() -> None:
@@ -102,8 +101,8 @@ NODES = {
 
 def unwritten(*settings: str) -> Spec:
     """A spec that says nothing of a placement."""
-    raw = read_yaml(dump_spec(spec_of(None, 2, *settings), short=True))
-    return parse_spec({key: value for key, value in raw.items() if key != "placement"})
+    raw = read_yaml(spec_of(None, 2, *settings).dump(short=True))
+    return Spec.parse({key: value for key, value in raw.items() if key != "placement"})
 
 
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
@@ -119,7 +118,7 @@ def test_a_placement_that_is_not_written_is_that_of_advise(nodes: str) -> None:
     )
     assert f"{chosen} a step by figures of the device classes" in first and settings.startswith("  with ")
     # the YAML of the run has it
-    assert make_plan(parse_spec(read_yaml(dump_spec(plan.spec)))).placement == plan.placement
+    assert make_plan(Spec.parse(read_yaml(plan.spec.dump()))).placement == plan.placement
 
 
 def test_a_placement_that_is_written_stays() -> None:

@@ -12,7 +12,7 @@ from flexrlhf.data.files import read_rows
 from flexrlhf.data.forms import ALPACA_TEMPLATES, Message, TextExample, as_chat, detect_form, needed_text
 from flexrlhf.data.known_keys import PART, REFUSED_COLUMNS, REFUSED_KEYS
 from flexrlhf.data.row_layout import RowLayout
-from flexrlhf.data.text_rows import read_texts
+from flexrlhf.data.text_rows import TextRows
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 
@@ -34,7 +34,7 @@ def system(text: str) -> Message:
 
 
 def second(name: str, needs: Needs, layout: RowLayout | None = None) -> TextExample:
-    texts = read_texts(FORMS / name, needs=needs, layout=layout or RowLayout())
+    texts = TextRows.usable(FORMS / name, needs=needs, layout=layout or RowLayout())
     assert len(texts) == 3
     return texts[1]
 
@@ -112,9 +112,9 @@ def test_rows_of_messages(
 
 
 def test_a_chat_that_ends_with_the_user_is_a_prompt_as_a_whole() -> None:
-    texts = read_texts(FORMS / "messages.jsonl", needs="prompts")
+    texts = TextRows.usable(FORMS / "messages.jsonl", needs="prompts")
     assert texts[2].turns == (user("Hi"), assistant("Hello!"), user("Bye"))
-    trained = read_texts(FORMS / "messages.jsonl", needs="responses")
+    trained = TextRows.usable(FORMS / "messages.jsonl", needs="responses")
     assert trained[2].completions == ((assistant("Hello!"),),)
 
 
@@ -314,7 +314,7 @@ def test_a_broken_row_is_one_sentence_with_its_number(
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([row]))
     with pytest.raises(UserError) as caught:
-        read_texts(path, needs=needs)
+        TextRows.usable(path, needs=needs)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"{path}, row 1: ")
 
@@ -361,10 +361,10 @@ def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
         ({"prompt": "problem", "x": "y"}, "data.columns has x: y, no column of the rows; there are problem, solution,"),
     ]:
         with pytest.raises(UserError) as caught:
-            read_texts(FORMS / "own_columns.csv", needs="prompts", layout=RowLayout(columns))
+            TextRows.usable(FORMS / "own_columns.csv", needs="prompts", layout=RowLayout(columns))
         assert expected in str(caught.value)
     unused = RowLayout({"prompt": "problem", "response": "reply"})
-    assert read_texts(FORMS / "own_columns.csv", needs="prompts", layout=unused)[0].prompt == "One and one?"
+    assert TextRows.usable(FORMS / "own_columns.csv", needs="prompts", layout=unused)[0].prompt == "One and one?"
 
 
 def test_template_of_ones_own() -> None:
@@ -389,7 +389,7 @@ def test_template_of_ones_own() -> None:
 )
 def test_a_template_needs_columns_of_text(name: str, template: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        read_texts(FORMS / name, needs="responses", form="auto", layout=RowLayout(template=template))
+        TextRows.usable(FORMS / name, needs="responses", form="auto", layout=RowLayout(template=template))
     assert expected in str(caught.value)
 
 
@@ -432,7 +432,7 @@ def test_texts_as_chats() -> None:
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the folder shared/data is absent")
 def test_published_pairs_in_the_form_of_sharegpt() -> None:
-    texts = read_texts(REAL_DATA / "dpo_pairs.json", needs="pairs")
+    texts = TextRows.usable(REAL_DATA / "dpo_pairs.json", needs="pairs")
     assert len(texts) == 300
     for text in texts:
         assert text.turns[-1].role == "user" and [len(chat) for chat in text.completions] == [1, 1]

@@ -15,11 +15,9 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.comm.world import World
-from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.data.hub import hub_name
+from flexrlhf.data.hub import HubName
 from flexrlhf.errors import UserError
 from flexrlhf.plan.hub_names import in_cache, with_snapshots
 from flexrlhf.plan.pipeline import make_plan
@@ -71,7 +69,7 @@ def hub_plan(*others: str) -> Plan:
     ],
 )
 def test_names(text: str, name: str, revision: str | None, parts: tuple[str, ...]) -> None:
-    found = hub_name(text)
+    found = HubName.parse(text)
     assert found is not None
     assert (found.name, found.revision, found.parts) == (name, revision, parts)
 
@@ -80,7 +78,7 @@ def test_names(text: str, name: str, revision: str | None, parts: tuple[str, ...
 def test_paths_are_no_names(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert hub_name(path) is None
+    assert HubName.parse(path) is None
 
 
 def test_a_plan_has_directories_and_remembers_their_names(own_cache: Path) -> None:
@@ -94,19 +92,19 @@ def test_a_plan_has_directories_and_remembers_their_names(own_cache: Path) -> No
 def test_names_are_written_with_their_commit(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever reads them has the same models, also once there is a newer commit, or a folder ``acme``."""
     directory, plan = put_model(own_cache), hub_plan()
-    text = dump_spec(plan.spec)
-    written = parse_spec(read_yaml(text))
+    text = plan.spec.dump()
+    written = Spec.parse(read_yaml(text))
     assert written.models.actor is not None and written.models.actor.path == f"acme/tiny@{COMMIT}"
     assert written.data.tokenizer == f"acme/tiny@{COMMIT}" and str(own_cache) not in text
     put_model(own_cache, commit=LATER, refs=("main", "v1"))
     (tmp_path / "acme").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert make_plan(written).spec == plan.spec and differing_settings(written, plan.spec) == ()
+    assert make_plan(written).spec == plan.spec and written.differences(plan.spec) == ()
     (tmp_path / "run" / "actor").mkdir(parents=True)
     (tmp_path / "run" / "actor" / "config.json").write_text("{}")
     (tmp_path / "run" / "config.yaml").write_text(text)
     assert find_policies(tmp_path / "run").before == directory
-    unknown = parse_spec(read_yaml(text.replace("acme/tiny", "acme/other")))
+    unknown = Spec.parse(read_yaml(text.replace("acme/tiny", "acme/other")))
     assert in_cache(unknown).data.tokenizer == f"acme/other@{COMMIT}"
 
 
@@ -114,10 +112,10 @@ def test_another_commit_is_another_setting(own_cache: Path) -> None:
     put_model(own_cache)
     before = hub_plan().spec
     put_model(own_cache, commit=LATER, refs=("main",))
-    difference = differing_settings(before, hub_plan().spec)[0]
+    difference = before.differences(hub_plan().spec)[0]
     assert difference.key == "data.tokenizer" and difference.second == f"acme/tiny@{LATER}"
     pinned = hub_plan(f"models.actor.path=acme/tiny@{COMMIT}", f"data.tokenizer=acme/tiny@{COMMIT}").spec
-    assert differing_settings(before, pinned) == ()
+    assert before.differences(pinned) == ()
 
 
 def test_paths_stay_as_they_are(tmp_path: Path) -> None:
@@ -156,7 +154,7 @@ def test_ranks_with_another_commit_stop(own_cache: Path) -> None:
 def test_plan_prints_a_run_of_the_hub(own_cache: Path, tmp_path: Path) -> None:
     put_model(own_cache)
     spec: Spec = plan_of(None, 1).spec
-    raw: dict[str, Any] = read_yaml(dump_spec(spec))
+    raw: dict[str, Any] = read_yaml(spec.dump())
     raw["models"]["actor"] = {"path": "acme/tiny"}
     (tmp_path / "run.yaml").write_text(json.dumps(raw))
     result = CliRunner().invoke(app, ["plan", str(tmp_path / "run.yaml")])

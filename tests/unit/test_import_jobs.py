@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.spec_file import load_spec, parse_spec
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import load_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.imports.libraries import bash_parser
@@ -240,7 +241,7 @@ def test_a_job_is_translated_key_by_key_and_its_plan_fits(name: str) -> None:
     assert tree == out.tree()
     leaves = dict(flat({key: value for key, value in tree.items() if key != "reward"})) | {"reward": tree.get("reward")}
     assert {key: leaves.get(key, "absent") for key in EXPECTED[name]} == EXPECTED[name]
-    check_fits(make_plan(parse_spec(tree, name)))
+    check_fits(make_plan(Spec.parse(tree, name)))
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.imports.translate import translated
 from flexrlhf.imports.translation import Translation
@@ -427,7 +427,7 @@ def test_a_setting_is_written_or_listed_with_its_effect(tmp_path: Path, name: st
     assert set(listed) <= effects
     assert not {"trainer.save_freq", "trainer.test_freq", "per_device_eval_batch_size"} & effects
     assert "0123abcd" not in out.text()
-    parse_spec(out.tree(), file)
+    Spec.parse(out.tree(), file)
 
 
 @pytest.mark.parametrize("imports", ["from own import good", "from own import other as good"])
@@ -446,7 +446,7 @@ def test_functions_of_a_script_are_named(tmp_path: Path, imports: str) -> None:
 def test_epochs_without_rows_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     out = job(tmp_path, "a.sh", f"{OPENRLHF}--num_episodes 2")
-    spec = parse_spec(out.tree(), "a.sh")
+    spec = Spec.parse(out.tree(), "a.sh")
     with pytest.raises(UserError, match=r"epochs are counted in rows: .*t\.jsonl.*; or give steps$"):
         with_epochs(spec)
     (tmp_path / "t.jsonl").write_text('{"input": "1 + 1?"}\n' * 48)
@@ -470,4 +470,4 @@ def test_megatron_has_no_evaluation_that_samples(tmp_path: Path) -> None:
     assert "which Megatron does not here" in out.report()
     listed = {each.setting.key for each in out.left_out}
     assert {"data.val_files", "trainer.test_freq"} <= listed
-    make_plan(parse_spec(out.tree(), "a.sh"))
+    make_plan(Spec.parse(out.tree(), "a.sh"))

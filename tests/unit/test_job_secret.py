@@ -9,7 +9,7 @@ import torch.distributed as dist
 from small_runs import plan_of
 
 from flexrlhf.comm.store import Endpoint
-from flexrlhf.config.job_secret import derived_token, job_secret, signed, verified
+from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.errors import UserError
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.rendezvous import JOB_OFFER, OFFER, JobOffer, agreement_store, find_job
@@ -36,27 +36,27 @@ def test_a_text_is_verified_by_the_secret(
     first: str, own: str, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLEXRLHF_TOKEN", first)
-    value = signed("offer", "line\nline")
+    value = JobSecret.here().signed("offer", "line\nline")
     monkeypatch.setenv("FLEXRLHF_TOKEN", own)
     if problem is None:
-        assert verified("offer", value) == "line\nline"
+        assert JobSecret.here().verified("offer", value) == "line\nline"
     else:
         with pytest.raises(UserError, match=f"^FLEXRLHF_TOKEN: {problem}; set the same secret on all machines"):
-            verified("offer", value)
+            JobSecret.here().verified("offer", value)
 
 
 def test_a_tag_belongs_to_its_key_and_contains_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXRLHF_TOKEN", SECRET)
     with pytest.raises(UserError):
-        verified("terms", signed("offer", "text"))
-    assert SECRET not in signed("offer", "text") + derived_token("nonce")
-    assert derived_token("nonce") != derived_token("other")
+        JobSecret.here().verified("terms", JobSecret.here().signed("offer", "text"))
+    assert SECRET not in JobSecret.here().signed("offer", "text") + JobSecret.here().derived_token("nonce")
+    assert JobSecret.here().derived_token("nonce") != JobSecret.here().derived_token("other")
 
 
 def test_a_secret_that_can_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXRLHF_TOKEN", "hunter2")
     with pytest.raises(UserError, match="^FLEXRLHF_TOKEN: 7 characters, needs 32; export FLEXRLHF_TOKEN=") as caught:
-        job_secret()
+        JobSecret.here()
     assert "hunter2" not in str(caught.value)
 
 
@@ -68,7 +68,7 @@ def test_a_stranger_offers_no_job_and_no_terms(tmp_path: Path, monkeypatch: pyte
     agreement = agreement_store(store)
     stranger = {OFFER: offer, "host": "a", "directories": "[]", "terms": TERMS.json}
     for key, text in stranger.items():
-        agreement.set(key, signed(key, text))
+        agreement.set(key, JobSecret.here().signed(key, text))
     with pytest.raises(UserError, match="^FLEXRLHF_TOKEN: missing on this machine"):
         find_job(f"127.0.0.1:{store.port}", 10)
     monkeypatch.setenv("FLEXRLHF_TOKEN", SECRET)
@@ -84,7 +84,7 @@ def test_machines_without_a_common_directory_need_a_secret(tmp_path: Path, monke
     monkeypatch.setattr("flexrlhf.launch.shared_directories.SEEN_SECONDS", 0.1)
     directories = '[{"path": "runs", "place": "/runs", "problem": "", "probe": ".preflight-0"}]'
     for key, text in {"host": "a", "directories": directories, "terms": TERMS.json}.items():
-        store.set(key, text if key == "host" else signed(key, text))
+        store.set(key, text if key == "host" else JobSecret.here().signed(key, text))
     with pytest.raises(UserError, match=r"runs: .* on node 1 \(host b\) is not that of .* export FLEXRLHF_TOKEN="):
         agree(store, Member(1, 2, "b"), [plan], lambda: TERMS, 10)
 
@@ -93,13 +93,13 @@ def test_a_common_directory_has_the_secret_until_all_agree(tmp_path: Path, monke
     monkeypatch.setattr("flexrlhf.launch.shared_directories.SEEN_SECONDS", 0.1)
     plan = plan_of(None, 2, f"runs={tmp_path / 'runs'}")
     with made_secret([plan]) as file:
-        secret = job_secret()
+        secret = JobSecret.here().value
         assert len(secret) == 64 and Path(file).read_text() == secret and Path(file).stat().st_mode & 0o777 == 0o600
-        value = signed("offer", "text")
+        value = JobSecret.here().signed("offer", "text")
         with pytest.MonkeyPatch.context() as other:
             other.delenv("FLEXRLHF_TOKEN")
             with found_secret(file):
-                assert verified("offer", value) == "text"
+                assert JobSecret.here().verified("offer", value) == "text"
             # a file that others may have written, a link, another name, none
             (tmp_path / "secret").write_text(SECRET)
             (tmp_path / "links").mkdir()
@@ -108,8 +108,8 @@ def test_a_common_directory_has_the_secret_until_all_agree(tmp_path: Path, monke
             (tmp_path / "key").chmod(0o600)
             for wrong in ("secret", "links/secret", "key", "nothing/secret"):
                 with found_secret(str(tmp_path / wrong)), pytest.raises(UserError):
-                    verified("offer", value)
-    assert not job_secret() and not (tmp_path / "runs").exists()
+                    JobSecret.here().verified("offer", value)
+    assert not JobSecret.here().value and not (tmp_path / "runs").exists()
     monkeypatch.setenv("FLEXRLHF_TOKEN", SECRET)
     with made_secret([plan]) as file:
-        assert file == "" and job_secret() == SECRET
+        assert file == "" and JobSecret.here().value == SECRET

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.data.quickstart import config_paths
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
@@ -30,7 +29,7 @@ def finish(plans: Sequence[Plan]) -> None:
     """Write the files of finished runs, with models of one parameter."""
     for plan in plans:
         plan.spec.directory.mkdir(parents=True)
-        (plan.spec.directory / "config.yaml").write_text(dump_spec(plan.spec))
+        (plan.spec.directory / "config.yaml").write_text(plan.spec.dump())
         RunDirectory(plan.spec.directory).write_status("finished", plan.spec.steps, plan.spec.steps)
         for path in plan.outputs:
             path.mkdir()

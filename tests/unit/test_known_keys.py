@@ -19,7 +19,7 @@ from flexrlhf.data.forms import detect_form, needed_text
 from flexrlhf.data.known_keys import FLAGS, SYSTEM, RowValues
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.row_layout import RowLayout
-from flexrlhf.data.text_rows import read_texts
+from flexrlhf.data.text_rows import TextRows
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 
@@ -59,7 +59,7 @@ def test_a_system_prompt_of_a_column_makes_a_chat_of_a_text(name: str) -> None:
 def test_all_texts_of_a_file_are_chats_if_one_has_a_system_prompt(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"prompt": "p", "system": "Be kind."}, {"prompt": "q", "system": ""}]))
-    assert [text.turns for text in read_texts(path, needs="prompts")] == [
+    assert [text.turns for text in TextRows.usable(path, needs="prompts")] == [
         (system("Be kind."), user("p")),
         (user("q"),),
     ]

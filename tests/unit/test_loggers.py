@@ -14,7 +14,6 @@ from logged_runs import READERS, scalars
 from small_runs import PPO
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.errors import UserError
 from flexrlhf.loggers import tensorboard as tensorboard_logger
 from flexrlhf.runs import logger as packages
@@ -31,7 +30,7 @@ def settings(name: str) -> Raw:
 
 def spec_with(tmp_path: Path, *names: str) -> Spec:
     raw = {**deepcopy(PPO), "runs": str(tmp_path), "loggers": [settings(name) for name in names]}
-    return parse_spec(raw)
+    return Spec.parse(raw)
 
 
 def row_of(step: int) -> Raw:
@@ -46,7 +45,7 @@ def run_steps(spec: Spec, steps: Sequence[int], ends: bool = True) -> None:
     """As a recorder does it: a row is written before it is logged."""
     directory = spec.directory
     directory.mkdir(exist_ok=True)
-    (directory / "config.yaml").write_text(dump_spec(spec))
+    (directory / "config.yaml").write_text(spec.dump())
     loggers = open_loggers(spec, directory)
     for step in steps:
         for name, line in (("metrics.jsonl", row_of(step)), ("samples.jsonl", sample_of(step))):
@@ -117,7 +116,7 @@ def test_a_server_that_is_not_there_is_named_at_the_start(tmp_path: Path, monkey
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     raw = deepcopy(PPO)
     logger = {"name": "mlflow", "tracking_uri": "http://127.0.0.1:9"}
-    spec = parse_spec({**raw, "runs": str(tmp_path), "loggers": [logger]})
+    spec = Spec.parse({**raw, "runs": str(tmp_path), "loggers": [logger]})
     with pytest.raises(UserError, match="loggers: mlflow cannot begin .*correct tracking_uri, or start its server"):
         open_loggers(spec, tmp_path)
 
@@ -138,7 +137,7 @@ def test_a_server_that_is_not_there_is_named_at_the_start(tmp_path: Path, monkey
 )
 def test_wrong_settings_are_refused_in_one_sentence(loggers: list[Raw], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=words):
-        parse_spec({**deepcopy(PPO), "loggers": loggers})
+        Spec.parse({**deepcopy(PPO), "loggers": loggers})
 
 
 def test_what_a_logger_lacks_is_found_before_the_models_are_loaded(
@@ -149,7 +148,7 @@ def test_what_a_logger_lacks_is_found_before_the_models_are_loaded(
     for name in ("HOME", "NETRC", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
     raw = {**deepcopy(PPO), "runs": str(tmp_path)}
-    online = parse_spec({**raw, "loggers": [{"name": "wandb"}]})
+    online = Spec.parse({**raw, "loggers": [{"name": "wandb"}]})
     for key, reason in (("", "there is no key of an account at http"), ("short", "API key must have 40. characters")):
         monkeypatch.setenv("WANDB_API_KEY", key)
         with pytest.raises(UserError, match=f"wandb cannot begin .*{reason}.*; set WANDB_API_KEY, or mode: offline"):

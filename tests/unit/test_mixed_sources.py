@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 from small_runs import plan_of, spec_of
 
-from flexrlhf.data.order import MAX_BLOCK, SourceShare, mixed_indices, step_indices, whole_parts
+from flexrlhf.data.order import MAX_BLOCK, DataOrder, SourceShare, step_indices
 from flexrlhf.errors import UserError
 
 SHARES = (SourceShare(5, 7), SourceShare(100, 2), SourceShare(1, 1))
@@ -20,13 +20,13 @@ def source_of(index: int) -> int:
 
 
 def test_every_block_has_each_source_as_often_as_its_weight() -> None:
-    stream = [i for step in range(60) for i in mixed_indices(3, step, 5, SHARES)]
+    stream = [i for step in range(60) for i in DataOrder(3, SHARES).indices(step, 5)]
     for start in range(0, len(stream), 10):
         assert Counter(map(source_of, stream[start : start + 10])) == {0: 7, 1: 2, 2: 1}
 
 
 def test_examples_of_a_source_come_once_an_epoch_of_its_own() -> None:
-    stream = [i for step in range(60) for i in mixed_indices(3, step, 5, SHARES)]
+    stream = [i for step in range(60) for i in DataOrder(3, SHARES).indices(step, 5)]
     first = [i for i in stream if source_of(i) == 0]
     assert all(sorted(first[start : start + 5]) == list(range(5)) for start in range(0, len(first) - 4, 5))
     second = [i for i in stream if source_of(i) == 1]
@@ -35,29 +35,31 @@ def test_examples_of_a_source_come_once_an_epoch_of_its_own() -> None:
 
 @pytest.mark.parametrize("prompts", [1, 3, 8, 25])
 def test_the_order_follows_from_seed_and_step_alone(prompts: int) -> None:
-    stream = mixed_indices(3, 0, 200, SHARES)
-    assert stream == [i for step in range(200 // prompts + 1) for i in mixed_indices(3, step, prompts, SHARES)][:200]
-    assert mixed_indices(3, 4, prompts, SHARES) == stream[4 * prompts : 5 * prompts]
-    assert mixed_indices(4, 0, 200, SHARES) != stream
+    stream = DataOrder(3, SHARES).indices(0, 200)
+    assert (
+        stream == [i for step in range(200 // prompts + 1) for i in DataOrder(3, SHARES).indices(step, prompts)][:200]
+    )
+    assert DataOrder(3, SHARES).indices(4, prompts) == stream[4 * prompts : 5 * prompts]
+    assert DataOrder(4, SHARES).indices(0, 200) != stream
 
 
 def test_one_source_is_the_order_of_one_file() -> None:
-    assert mixed_indices(0, 5, 8, [SourceShare(20)]) == step_indices(0, 5, 8, 20)
+    assert DataOrder(0, [SourceShare(20)]).indices(5, 8) == step_indices(0, 5, 8, 20)
 
 
 def test_equal_sources_have_orders_of_their_own() -> None:
-    stream = mixed_indices(0, 0, 40, [SourceShare(20), SourceShare(20)])
+    stream = DataOrder(0, [SourceShare(20), SourceShare(20)]).indices(0, 40)
     first, second = [i for i in stream if i < 20], [i - 20 for i in stream if i >= 20]
     assert sorted(first) == sorted(second) and first != second
 
 
 def test_weights_are_whole_parts() -> None:
-    assert whole_parts([Fraction("0.7"), Fraction("0.3")]) == [7, 3]
-    assert whole_parts([Fraction(1), Fraction(1), Fraction(1)]) == [1, 1, 1]
-    assert whole_parts([Fraction("1/3"), Fraction("0.5")]) == [2, 3]
+    assert SourceShare.whole_parts([Fraction("0.7"), Fraction("0.3")]) == [7, 3]
+    assert SourceShare.whole_parts([Fraction(1), Fraction(1), Fraction(1)]) == [1, 1, 1]
+    assert SourceShare.whole_parts([Fraction("1/3"), Fraction("0.5")]) == [2, 3]
     with pytest.raises(UserError, match=r"weights 0\.123457, 1 are parts of 1/1123457 of the prompts, finer than 1/"):
-        whole_parts([Fraction("0.123457"), Fraction(1)])
-    assert sum(whole_parts([Fraction(1), Fraction(MAX_BLOCK - 1)])) == MAX_BLOCK
+        SourceShare.whole_parts([Fraction("0.123457"), Fraction(1)])
+    assert sum(SourceShare.whole_parts([Fraction(1), Fraction(MAX_BLOCK - 1)])) == MAX_BLOCK
 
 
 def test_sources_have_the_settings_of_data_where_they_have_none() -> None:

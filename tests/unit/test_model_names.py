@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_runs import plan_of
 
-from flexrlhf.config.model_names import MODELS, find_model, named_sizes
+from flexrlhf.config.model_names import MODELS, FoundModel
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.weights.families import attention_window
@@ -56,7 +56,7 @@ BILLIONS = {
 
 @pytest.mark.parametrize("name", BILLIONS)
 def test_a_name_has_its_parameters(name: str) -> None:
-    shape = model_shape("actor", ModelSpec(init=find_model(name)))
+    shape = model_shape("actor", ModelSpec(init=FoundModel.find(name).config))
     assert shape is not None
     assert shape.num_parameters / 1e9 == pytest.approx(BILLIONS[name], abs=6e-4)
 
@@ -92,22 +92,22 @@ HUB = {
 
 @pytest.mark.parametrize("name", HUB)
 def test_a_name_on_the_hub_has_the_sizes_of_its_family(name: str) -> None:
-    assert named_sizes(name) == HUB[name]
+    assert FoundModel.named(name) == HUB[name]
 
 
 def test_names_are_found_in_any_case() -> None:
-    assert find_model("Llama-33B") == MODELS["llama-33b"]
-    assert find_model("Llama-2-7b-hf") == MODELS["llama-2-7b"]
+    assert FoundModel.find("Llama-33B").config == MODELS["llama-33b"]
+    assert FoundModel.find("Llama-2-7b-hf").config == MODELS["llama-2-7b"]
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean 'llama-33b'"):
-        find_model("lama-33b")
+        FoundModel.find("lama-33b")
 
 
 def test_an_unknown_name_is_refused_under_its_option() -> None:
     with pytest.raises(UserError, match="^--critic lama-33b: "):
-        find_model("lama-33b", "--critic")
+        FoundModel.find("lama-33b", "--critic")
 
 
 @pytest.mark.parametrize(
@@ -127,25 +127,25 @@ def test_a_size_that_is_missing_or_wrong_is_named(tmp_path: Path, changes: dict[
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**MODELS["qwen3-8b"], **changes}))
     with pytest.raises(UserError, match=message):
-        find_model(str(file))
+        FoundModel.find(str(file))
 
 
 def test_a_config_without_sizes_is_not_taken_for_another_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match="no hidden_size in it, such as 4096 of llama-7b"):
-        find_model(str(tmp_path))
+        FoundModel.find(str(tmp_path))
 
 
 def test_a_config_may_leave_out_what_follows_from_the_others(tmp_path: Path) -> None:
     config = {key: value for key, value in MODELS["llama-7b"].items() if key != "num_key_value_heads"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert find_model(str(tmp_path)) == config
+    assert FoundModel.find(str(tmp_path)).config == config
 
 
 def test_a_config_of_any_size_is_read(tmp_path: Path) -> None:
     config = {**MODELS["qwen3-8b"], "num_hidden_layers": 17}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert find_model(str(tmp_path)) == find_model(str(tmp_path / "config.json")) == config
+    assert FoundModel.find(str(tmp_path)).config == FoundModel.find(str(tmp_path / "config.json")).config == config
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_config_of_any_size_is_read(tmp_path: Path) -> None:
 def test_a_config_without_a_known_family_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
-        find_model(str(tmp_path))
+        FoundModel.find(str(tmp_path))
 
 
 def test_a_yaml_names_models_too(tmp_path: Path) -> None:

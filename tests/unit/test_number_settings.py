@@ -8,21 +8,20 @@ import pytest
 import yaml
 from small_runs import PPO
 
-from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import apply_override, parse_spec
+from flexrlhf.config.spec_file import apply_override
 
 
 def spec(*overrides: str) -> Spec:
     raw = yaml.safe_load(yaml.safe_dump(PPO))
     for override in overrides:
         apply_override(raw, override)
-    return parse_spec(raw)
+    return Spec.parse(raw)
 
 
 def differing(*overrides: str, also: tuple[str, ...] = ()) -> list[tuple[str, object, object]]:
     """``also``: settings of both."""
-    return [(d.key, d.first, d.second) for d in differing_settings(spec(*also), spec(*also, *overrides))]
+    return [(d.key, d.first, d.second) for d in spec(*also).differences(spec(*also, *overrides))]
 
 
 @pytest.mark.parametrize(
@@ -117,5 +116,5 @@ def test_the_engine_counts_where_a_shared_trunk_is_stale() -> None:
 
 
 def test_a_difference_is_a_phrase() -> None:
-    (difference,) = differing_settings(spec("seed=1"), spec("seed=2"))
+    (difference,) = spec("seed=1").differences(spec("seed=2"))
     assert str(difference) == "seed is 1 and 2"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_runs import plan_of
 
-from flexrlhf.display.events import Doing, Event
+from flexrlhf.display.events import Doing, Event, EventSender
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.observers import Display, make_observers
 
@@ -21,7 +21,7 @@ def observed(*overrides: str) -> list[str]:
     parts: dict[str, Any] = {name: type(name, (Observer,), {})() for name in NAMED}
     rank = SimpleNamespace(
         **{"plan": plan_of(None, 1, *overrides), "rank": 0, "decode": str, "text": str, "models": {}},
-        **dict.fromkeys(("read_reply", "send", "meter", "report_memory")),
+        **dict.fromkeys(("read_reply", "events", "meter", "report_memory")),
     )
     rank.flight = parts["flight"]
     results = parts["results"]
@@ -59,7 +59,7 @@ def test_a_run_without_debugging_has_no_observer_for_it() -> None:
 def test_a_display_receives_instructions_in_words() -> None:
     sent: list[Event] = []
     plan = plan_of(None, 1, "steps=2")
-    display = Display(sent.append, "run")
+    display = Display(EventSender(sent.append), "run")
     for position, instruction in enumerate(plan.schedule.instructions):
         display.begin(Execution(position, 1, instruction))
     assert sent[0] == Doing("run", "generate on actor", 1, rare=False)

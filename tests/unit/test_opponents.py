@@ -9,7 +9,6 @@ from random import Random
 from benchmarks.opponents.cases import cases
 from benchmarks.opponents.moves import Moves, changed_paths, with_values
 from benchmarks.opponents.searches import PlannedSeconds, climbed
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
@@ -28,7 +27,7 @@ def test_requests_have_specs(tmp_path: Path) -> None:
 
 def test_a_single_change_changes_what_it_names() -> None:
     spec = SMALL.spec(None)
-    raw = read_yaml(dump_spec(spec, short=True))
+    raw = read_yaml(spec.dump(short=True))
     changes = Moves(Random(0), raw, spec).singles(raw)
     assert all(set(changed_paths(raw, with_values(raw, each))) <= set(each) for each in changes)
     named = {path.rpartition(".")[2] for each in changes for path in each}
@@ -37,7 +36,7 @@ def test_a_single_change_changes_what_it_names() -> None:
 
 def test_a_climb_leaves_a_slow_setting() -> None:
     spec = SMALL.spec(None)
-    raw = with_values(read_yaml(dump_spec(spec, short=True)), {"models.actor.micro_batch_tokens": 1})
+    raw = with_values(read_yaml(spec.dump(short=True)), {"models.actor.micro_batch_tokens": 1})
     seconds = PlannedSeconds(AnalyticCosts(), lengths_for(spec, None), lag=0)
     first = seconds.of(raw)
     assert isinstance(first, float)

@@ -15,7 +15,7 @@ from small_runs import PPO
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.user_paths import check_output
+from flexrlhf.config.output_path import OutputPath
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.measurements import are_measurements
 
@@ -73,13 +73,13 @@ def test_a_profile_replaces_a_profile_alone(invoke: Invoke, tmp_path: Path) -> N
 
 
 def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
-    check_output(Path("/dev/null"), "-o", "x.json", lambda _: False)
+    OutputPath(Path("/dev/null"), "-o").check_file("x.json", lambda _: False)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    check_output(tmp_path / "link", "-o", "x.json", lambda _: False)
+    OutputPath(tmp_path / "link", "-o").check_file("x.json", lambda _: False)
 
 
 @pytest.mark.skipif(shutil.which("chmod") is None or os.geteuid() == 0, reason="nothing is unreadable for root")
 def test_a_file_that_cannot_be_read_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "x.json").touch(0o200)
     with pytest.raises(UserError, match="exists and cannot be read"):
-        check_output(tmp_path / "x.json", "-o", "x.json", lambda _: True)
+        OutputPath(tmp_path / "x.json", "-o").check_file("x.json", lambda _: True)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.peers.__main__ import check_rows
 from benchmarks.peers.speed.flexrlhf_steps import spec_of
 from benchmarks.peers.speed.workloads import RANKS, PeerJob, PeerWorkload, workloads
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 
 PPO, GRPO = ([one for one in workloads() if one.algorithm == name] for name in ("ppo", "grpo"))
 
@@ -51,7 +51,7 @@ def test_accepted_numbers_are_valid_settings(workload: PeerWorkload) -> None:
     for rows in accepted:
         batch = rows / RANKS / workload.mini_batches
         assert batch % workload.samples == 0
-        parse_spec(spec_of(PeerJob(replace(workload, rows=rows), Path("files"), 2), "test"))
+        Spec.parse(spec_of(PeerJob(replace(workload, rows=rows), Path("files"), 2), "test"))
 
 
 def _is_accepted(workload: PeerWorkload) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from small_runs import plan_of, spec_of
 
 from flexrlhf.config.placement_settings import PlacementMap
-from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.plan.changes import changed_spec, changes_on
@@ -228,8 +228,8 @@ def test_a_ratio_is_packed_as_those_of_models_are() -> None:
 @pytest.mark.parametrize("short", [True, False])
 def test_the_resolved_yaml_gives_the_same_placement(short: bool) -> None:
     spec = spec_of(operators(generate=TP, values={"ranks": [0, 1], "zero": 3}), 4)
-    text = dump_spec(spec, short=short)
-    again = parse_spec(read_yaml(text))
+    text = spec.dump(short=short)
+    again = Spec.parse(read_yaml(text))
     assert again.placement == spec.placement
     assert isinstance(again.placement, PlacementMap) and again.placement.operators is not None
 

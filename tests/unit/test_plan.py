@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from small_runs import TINY, placed_model, plan_of, spec_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flexrlhf.config.model_names import KNOWN_FAMILIES, LATENT
+from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.errors import UserError
@@ -270,7 +270,7 @@ def test_shapes_equal_transformers(config: dict[str, Any], tied: bool) -> None:
     assert decoder_shapes(config) == real_shapes(config, AutoModelForCausalLM)
 
 
-@pytest.mark.parametrize("kind", KNOWN_FAMILIES)
+@pytest.mark.parametrize("kind", Families.KNOWN)
 def test_values_that_a_config_leaves_out_are_as_in_transformers(kind: str) -> None:
     config = {"model_type": kind, "num_hidden_layers": 1, "num_experts_per_tok": 2}
     assert decoder_shapes(config) == real_shapes(config, AutoModelForCausalLM)
@@ -278,10 +278,10 @@ def test_values_that_a_config_leaves_out_are_as_in_transformers(kind: str) -> No
 
 @pytest.mark.parametrize("role", ["critic", "reward"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in KNOWN_FAMILIES if kind not in ("olmoe", "glm4_moe")])
+@pytest.mark.parametrize("kind", [kind for kind in Families.KNOWN if kind not in ("olmoe", "glm4_moe")])
 def test_a_scalar_head_replaces_that_of_the_vocabulary(kind: str, tied: bool, role: str) -> None:
     config = SMALL | {"model_type": kind, "tie_word_embeddings": tied}
-    config |= {"num_experts_per_tok": 2, "num_key_value_heads": 4} if kind in LATENT else {}
+    config |= {"num_experts_per_tok": 2, "num_key_value_heads": 4} if kind in Families.LATENT else {}
     shape = model_shape(role, ModelSpec(init=config), "scalar")
     assert shape is not None
     assert dict(shape.parameters) == real_shapes(config, AutoModelForSequenceClassification, num_labels=1)

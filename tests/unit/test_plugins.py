@@ -20,7 +20,6 @@ from flexrlhf.config import engines, plugins
 from flexrlhf.config.algorithms import AnyAlgorithm
 from flexrlhf.config.plugins import SHIPPED, find_plugin, load_plugin
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import RankFailure, UserError
 from flexrlhf.launch.job import Job
@@ -74,10 +73,10 @@ def test_the_table_has_every_algorithm() -> None:
 
 def test_a_run_of_a_guests_parts_is_planned_and_written(install: Install) -> None:
     install()
-    spec = parse_spec(RUN)
+    spec = Spec.parse(RUN)
     assert spec.algorithm.samples_per_prompt == 2 and spec.reward[0].function == "guest.parts:length"
-    again = read_yaml(dump_spec(spec))
-    assert parse_spec(again) == spec
+    again = read_yaml(spec.dump())
+    assert Spec.parse(again) == spec
     assert again["algorithm"]["guests"] == 2 and again["loggers"] == [{"name": "guest", "file": "a.txt"}]
     plan = make_plan(spec)
     assert plan.placement["actor"].facts.constructor == "guest.engine:GuestEngine"
@@ -90,7 +89,7 @@ def test_an_environment_has_a_guests_name(install: Install) -> None:
     install()
     raw = {**RUN, "environment": {"path": "guest"}}
     del raw["reward"]
-    assert parse_spec(raw).environment.path == "guest.parts:Echo"
+    assert Spec.parse(raw).environment.path == "guest.parts:Echo"
 
 
 def test_the_help_names_guests(install: Install) -> None:
@@ -116,7 +115,7 @@ def test_an_engine_without_a_price_is_planned_and_not_predicted(
 
 def _sentence(raw: dict[str, Any]) -> str:
     with pytest.raises(UserError) as found:
-        make_plan(parse_spec(raw))
+        make_plan(Spec.parse(raw))
     return str(found.value)
 
 
@@ -134,7 +133,7 @@ def test_a_broken_guest_is_a_sentence(what: str, broken: str, settings: dict[str
     sentence = _sentence({**deepcopy(PPO), **settings})
     assert f"{what} guest: the package guest 1.2 cannot be used, since it raised SystemExit: out of order" in sentence
     # other runs are planned
-    make_plan(parse_spec(PPO))
+    make_plan(Spec.parse(PPO))
 
 
 def test_a_broken_command_or_launcher_is_a_sentence(install: Install) -> None:
@@ -170,7 +169,7 @@ def test_two_packages_may_not_have_one_name(install: Install, tmp_path: Path, mo
     entries.write_text("[flexrlhf.engines]\ntorch = guest.facts:GUEST\nguest = guest.facts:GUEST\n")
     with pytest.raises(UserError, match="engine torch: of flexrlhf and of guest; uninstall one of them"):
         find_plugin("engines", "guest")
-    assert isinstance(parse_spec(PPO), Spec)
+    assert isinstance(Spec.parse(PPO), Spec)
 
 
 def test_an_unknown_launcher_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, SimpoSpec
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.errors import UserError
 from flexrlhf.metrics import METRICS
@@ -176,7 +176,7 @@ def test_a_reference_point_is_of_the_mini_batch_on_all_ranks() -> None:
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        parse_spec({"name": "x", "algorithm": settings}, "x.yaml")
+        Spec.parse({"name": "x", "algorithm": settings}, "x.yaml")
 
 
 def test_the_loss_of_dpo_at_the_start_is_log_2() -> None:

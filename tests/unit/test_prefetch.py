@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.simulation.inputs import longest_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.guideline.simulation.simulation_text import format_simulation
@@ -33,7 +33,7 @@ def plan() -> Plan:
         "cluster": {"nodes": [{"devices": 8, "class": "A100-40G"}]},
         "steps": 10,
     }
-    return make_plan(parse_spec(spec))
+    return make_plan(Spec.parse(spec))
 
 
 @pytest.fixture(scope="module")

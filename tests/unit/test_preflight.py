@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 from small_runs import plan_of
 
 from flexrlhf.comm.world import World
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
 from flexrlhf.launch import shared_directories as directories
 from flexrlhf.launch.shared_directories import Sharing, look_for_probes, probed_directories
@@ -59,7 +58,7 @@ def host(plan: Plan, node: int = 0, **changes: Any) -> HostFacts:
         terms=Terms(
             nodes=2,
             restarts=0,
-            specs=(dump_spec(plan.spec),),
+            specs=(plan.spec.dump(),),
             versions={"flexrlhf": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
             sources={"errors.py": "1", "text.py": "2"},
             inputs={"data.path rows.jsonl": "ab"},
@@ -157,10 +156,10 @@ def test_a_host_that_differs_is_named(plan: Plan, changes: dict[str, Any], name:
 
 def test_a_setting_that_differs_is_named(plan: Plan) -> None:
     other = plan.spec.model_copy(update={"seed": 3})
-    check = named(plan, job(plan, host(plan), host(plan, 1, specs=(dump_spec(other),))), "same settings")
+    check = named(plan, job(plan, host(plan), host(plan, 1, specs=(other.dump(),))), "same settings")
     assert check.result == "FAILS"
     assert check.seen == "seed is 0 on node 0 (host a) and 3 on node 1 (host b)"
-    more = host(plan, 1, specs=(dump_spec(other), dump_spec(other)))
+    more = host(plan, 1, specs=(other.dump(), other.dump()))
     assert named(plan, job(plan, host(plan), more), "same settings").seen.startswith("1 run on node 0")
 
 

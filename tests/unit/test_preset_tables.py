@@ -16,7 +16,6 @@ from flexrlhf.config.presets import table
 from flexrlhf.config.presets.filling import PEERS, trainer_of
 from flexrlhf.config.presets.table import Cell, MiniBatchesOf, PeerTrainer, WarmUp, read_peer
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec, parse_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.plan.preset_text import preset_lines
@@ -88,7 +87,7 @@ def test_every_file_has_a_name_and_is_read_once() -> None:
 
 @cache
 def spec_like(like: str | None, algorithm: str) -> Spec:
-    return parse_spec(raw_of(like, algorithm), "a")
+    return Spec.parse(raw_of(like, algorithm), "a")
 
 
 @cache
@@ -133,7 +132,7 @@ def test_algorithms_without_a_trainer_are_refused_with_those_that_there_are(like
     for algorithm in ALGORITHMS:
         if algorithm not in trainers:
             with pytest.raises(UserError) as caught:
-                parse_spec(raw_of(like, algorithm), "a")
+                Spec.parse(raw_of(like, algorithm), "a")
             assert str(caught.value) == f"a: algorithm: like: {like} has no trainer for {algorithm}; it has {known}"
 
 
@@ -142,8 +141,8 @@ def test_algorithms_without_a_trainer_are_refused_with_those_that_there_are(like
 def test_a_preset_is_recorded_in_full(like: str, algorithm: str, short: bool) -> None:
     """The YAML of a run has every value, so that it stays the same under other presets of the same name."""
     spec = spec_like(like, algorithm)
-    raw = read_yaml(dump_spec(spec, short))
-    assert parse_spec(raw, "a") == spec
+    raw = read_yaml(spec.dump(short))
+    assert Spec.parse(raw, "a") == spec
     for cell in trainer_of(like, algorithm).cells:
         section, _, name = cell.key.rpartition(".")
         assert name in value_of(raw, section), cell.key
@@ -153,12 +152,12 @@ def test_a_preset_is_recorded_in_full(like: str, algorithm: str, short: bool) ->
 def test_all_that_is_written_wins(like: str, algorithm: str) -> None:
     """Every setting of a run without the preset, written next to it: the same run."""
     plain = spec_like(None, algorithm)
-    raw = read_yaml(dump_spec(plain))
+    raw = read_yaml(plain.dump())
     raw["algorithm"]["like"] = like
     for role in ("critic", "cost_critic"):
         if any(cell.key.startswith(f"models.{role}.") for cell in trainer_of(like, algorithm).cells):
             raw["models"][role] = {"optimizer": plain.models.actor.optimizer.model_dump(mode="json")}  # type: ignore[union-attr]
-    found = parse_spec(raw, "a")
+    found = Spec.parse(raw, "a")
     assert found.algorithm.model_copy(update={"like": None}) == plain.algorithm
     assert (found.models.actor, found.models.reward) == (plain.models.actor, plain.models.reward)
 
@@ -166,7 +165,7 @@ def test_all_that_is_written_wins(like: str, algorithm: str) -> None:
 def test_parts_of_mappings_win_too() -> None:
     raw = raw_of("safe-rlhf", "safe-rlhf", lagrange={"limit": 0.5}, kl={"coefficient": 0.1})
     raw["models"]["actor"]["optimizer"] = {"learning_rate": 3e-6, "schedule": "constant"}
-    spec = parse_spec(raw, "a")
+    spec = Spec.parse(raw, "a")
     assert value_of(spec, "algorithm.lagrange") == {
         "limit": 0.5,
         "initial": 1.0,
@@ -182,7 +181,7 @@ def test_parts_of_mappings_win_too() -> None:
 def test_a_model_that_is_missing_stays_missing() -> None:
     raw = raw_of("verl", "ppo")
     del raw["models"]["actor"]
-    spec = parse_spec(raw, "a")
+    spec = Spec.parse(raw, "a")
     assert spec.models.actor is None and spec.models.critic is not None
 
 
@@ -222,7 +221,7 @@ def test_a_model_that_is_missing_stays_missing() -> None:
 def test_a_penalty_that_is_written_in_part_has_the_peers_rest(
     like: str, algorithm: str, written: dict[str, Any], penalty: KlSpec
 ) -> None:
-    assert parse_spec(raw_of(like, algorithm, kl=written), "a").algorithm.kl == penalty  # type: ignore[union-attr]
+    assert Spec.parse(raw_of(like, algorithm, kl=written), "a").algorithm.kl == penalty  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +237,7 @@ def test_a_penalty_that_is_written_in_part_has_the_peers_rest(
     ],
 )
 def test_mini_batches_follow_from_their_size(like: str, algorithm: str, written: dict[str, Any], number: int) -> None:
-    assert parse_spec(raw_of(like, algorithm, **written), "a").algorithm.num_mini_batches == number
+    assert Spec.parse(raw_of(like, algorithm, **written), "a").algorithm.num_mini_batches == number
 
 
 @pytest.mark.parametrize(
@@ -248,7 +247,7 @@ def test_mini_batches_follow_from_their_size(like: str, algorithm: str, written:
 )
 def test_the_warm_up_follows_from_the_length_of_the_run(like: str, steps: int, warmup: int) -> None:
     raw = raw_of(like, "grpo" if like == "dapo" else "ppo") | {"steps": steps}
-    assert value_of(parse_spec(raw, "a"), "models.actor.optimizer.warmup_steps") == warmup
+    assert value_of(Spec.parse(raw, "a"), "models.actor.optimizer.warmup_steps") == warmup
 
 
 @pytest.mark.parametrize(
@@ -258,7 +257,7 @@ def test_the_warm_up_follows_from_the_length_of_the_run(like: str, steps: int, w
 def test_the_loss_of_routers_follows_from_the_family(init: str, written: dict[str, Any], factor: float) -> None:
     raw = raw_of("trl", "sft")
     raw["models"]["actor"] = {"init": init, **written}
-    assert value_of(parse_spec(raw, "a"), f"models.actor.{KEY}") == factor
+    assert value_of(Spec.parse(raw, "a"), f"models.actor.{KEY}") == factor
 
 
 def test_counts_are_named_as_the_peer_counts() -> None:
@@ -272,18 +271,18 @@ def test_counts_are_named_as_the_peer_counts() -> None:
 )
 def test_what_is_wrong_is_named_as_without_a_preset(written: dict[str, Any]) -> None:
     with pytest.raises(UserError) as caught:
-        parse_spec(raw_of("openrlhf", "ppo", **written), "a")
+        Spec.parse(raw_of("openrlhf", "ppo", **written), "a")
     assert str(caught.value).startswith(f"a: algorithm.{next(iter(written))}: "), caught.value
 
 
 @pytest.mark.parametrize("like", [["verl"], {"a": 1}, 3, "verk"])
 def test_a_preset_that_does_not_exist_is_refused(like: Any) -> None:
     with pytest.raises(UserError, match="a: algorithm.like: expected one of 'verl'"):
-        parse_spec(raw_of(like, "ppo"), "a")
+        Spec.parse(raw_of(like, "ppo"), "a")
 
 
 def test_a_plan_prints_what_is_set_what_is_written_and_what_differs() -> None:
-    lines = preset_lines(parse_spec(raw_of("openrlhf", "rloo", prompts_per_step=64, kl={"coefficient": 0.2}), "a"))
+    lines = preset_lines(Spec.parse(raw_of("openrlhf", "rloo", prompts_per_step=64, kl={"coefficient": 0.2}), "a"))
     text = "\n".join(lines)
     assert lines[0] == "set as in OpenRLHF 0.11.2, its trainer for rloo:"
     assert "num_mini_batches 2" in text and "baseline 'others'" in text and "warmup_steps 6" in text

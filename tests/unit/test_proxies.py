@@ -11,12 +11,12 @@ import httpx
 import pytest
 from reward_server import RewardServer
 
-from flexrlhf.config.proxies import call_directly, proxy_of
+from flexrlhf.config.proxies import Address, call_directly
 from flexrlhf.config.reward_sources import ServiceSource
-from flexrlhf.data.hub import HubName, download_snapshot
+from flexrlhf.data.hub import HubName
 from flexrlhf.errors import UserError
 from flexrlhf.rewards.base import Sample
-from flexrlhf.rewards.checks import check_sources
+from flexrlhf.rewards.checks import SourceChecks
 from flexrlhf.rewards.services import HttpService
 from flexrlhf.user_code.call_failures import WarnOnce
 from flexrlhf.user_code.deadline import Deadline
@@ -67,7 +67,7 @@ def test_an_unusable_proxy_or_address_of_the_hub_is_a_sentence(
     monkeypatch.setattr("flexrlhf.config.proxies.find_spec", lambda name: None)
     monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=sentence.replace("[", r"\[").replace("***", r"\*\*\*")) as error:
-        download_snapshot(HubName("acme/tiny"), "model", "models.actor.path")
+        HubName("acme/tiny").download("model", "models.actor.path")
     assert "s3cret" not in str(error.value)
 
 
@@ -76,15 +76,15 @@ def test_a_service_that_needs_an_unusable_proxy_is_refused_before_a_run(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "foo://proxy")
-    check_sources([ServiceSource(url="http://127.0.0.1/score")])
+    SourceChecks([ServiceSource(url="http://127.0.0.1/score")]).check()
     with pytest.raises(UserError, match=f"{variable}: expected http:// or socks5://"):
-        check_sources([ServiceSource(url=REMOTE)])
+        SourceChecks([ServiceSource(url=REMOTE)]).check()
 
 
 def test_certificates_that_cannot_be_read_are_named_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
     with pytest.raises(UserError, match="SSL_CERT_FILE: /nowhere/ca.pem cannot be read"):
-        check_sources([ServiceSource(url=REMOTE)])
+        SourceChecks([ServiceSource(url=REMOTE)]).check()
 
 
 @pytest.mark.parametrize("proxy", [DEAD, "socks5://127.0.0.1:9", "foo://proxy"])
@@ -127,7 +127,7 @@ def test_a_proxy_that_fails_is_named_without_its_password(
 def test_addresses_that_have_a_proxy(url: str, exempt: str, is_direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "proxy:3128")
     monkeypatch.setenv("NO_PROXY", exempt)
-    found = proxy_of(url)
+    found = Address(url).proxy()
     assert found is None if is_direct else found is not None and found.url == "http://proxy:3128"
 
 
@@ -141,5 +141,5 @@ def test_libraries_and_children_call_near_addresses_directly(monkeypatch: pytest
         code = f'import urllib.request as r; print(r.urlopen({server.url!r}, b\'{{"query": ["xx"]}}\').read())'
         child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
         assert '{"rewards": [2]}' in child.stdout, child.stderr
-    assert proxy_of("http://node-2/") is None and proxy_of("http://elsewhere/") is None
-    assert proxy_of("http://node-3/") is not None
+    assert Address("http://node-2/").proxy() is None and Address("http://elsewhere/").proxy() is None
+    assert Address("http://node-3/").proxy() is not None

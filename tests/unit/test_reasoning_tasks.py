@@ -16,11 +16,11 @@ from small_runs import plan_of
 
 from flexrlhf.config.reward_sources import RuleSource
 from flexrlhf.data.files import Row, is_present, read_rows
-from flexrlhf.data.text_rows import read_texts
+from flexrlhf.data.text_rows import TextRows
 from flexrlhf.errors import UserError
 from flexrlhf.plan.data_report import absent_line
 from flexrlhf.rewards.base import Sample, Scores
-from flexrlhf.rewards.checks import check_columns, check_sources
+from flexrlhf.rewards.checks import SourceChecks
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.runs.fingerprints import needed_extras
 
@@ -76,8 +76,8 @@ def test_a_task_has_its_settings_and_begins_at_seed_0() -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_rows_are_questions_with_answers() -> None:
     path = "reasoning-gym:sums?size=1&largest=1"
-    assert read_texts(path, needs="prompts")[0].prompt == "Add (0, 0, 0).\n"
-    assert read_texts(path, needs="responses")[0].responses == ("0",)
+    assert TextRows.usable(path, needs="prompts")[0].prompt == "Add (0, 0, 0).\n"
+    assert TextRows.usable(path, needs="responses")[0].responses == ("0",)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -116,7 +116,7 @@ def test_without_the_library_rows_and_rule_name_the_extra(monkeypatch: pytest.Mo
     needs = "needs reasoning-gym, which is not installed: pip install 'flexrlhf[reasoning]'"
     assert str(caught.value) == f"reasoning-gym:chain_sum: {needs}"
     with pytest.raises(UserError) as caught:
-        check_sources([RULE])
+        SourceChecks([RULE]).check()
     assert (
         str(caught.value) == "reward.rule: reasoning-gym needs the package reasoning-gym; install flexrlhf[reasoning]"
     )
@@ -158,7 +158,7 @@ def test_an_answer_that_a_task_cannot_read_is_wrong_and_a_row_of_no_task_has_no_
 
 def test_rows_of_no_task_are_refused() -> None:
     with pytest.raises(UserError) as caught:
-        check_columns([RULE], "reward", ["question", "answer"], "rows.jsonl")
+        SourceChecks([RULE], "reward").check_columns(["question", "answer"], "rows.jsonl")
     assert str(caught.value) == (
         "reward.rule: reasoning-gym reads 'entry', no column of rows.jsonl; there are question, answer"
     )

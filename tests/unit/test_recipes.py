@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.recipes import RECIPES, RUNS, Recipe, Run, chosen, fits, recipe_plan, step_seconds
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 
@@ -23,7 +23,7 @@ def recipes(*titles: str) -> list[Recipe]:
 
 @pytest.mark.parametrize("run", runs("SFT 7B", "DPO 32B, LoRA", "GRPO 1.5B", "PPO 1.5B"), ids=lambda run: run.title)
 def test_what_is_left_out_is_as_fast_as_what_advise_finds(run: Run) -> None:
-    found, advice = chosen(run), advise(parse_spec(run.sections, run.title), AnalyticCosts(), explains=False)
+    found, advice = chosen(run), advise(Spec.parse(run.sections, run.title), AnalyticCosts(), explains=False)
     assert fits(found.plan)
     assert step_seconds(found.plan) <= MOST * advice.comparable[0].seconds
 

@@ -16,7 +16,6 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.replan import format_replan, places_text, reopened, replan, returns
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
@@ -104,7 +103,7 @@ def test_a_run_changes_its_placement_once_its_responses_are_long_and_enough_step
     found = replan(long, restart_seconds=60)
     assert found.switches and found.remaining == 94, format_replan(found)
     assert found.gain == pytest.approx(94 * found.saved - 60) and found.saved > 0.1 * found.best.seconds
-    assert not differing_settings(long.record.plan.spec, found.best.plan.spec)
+    assert not long.record.plan.spec.differences(found.best.plan.spec)
     assert "restart takes 60 s: switch" in format_replan(found)
     # a restart that takes longer than what is saved, few steps that are left, and no clear difference
     dear = replace(found, restart_seconds=95 * found.saved)
@@ -127,7 +126,7 @@ def test_what_numbers_depend_on_and_what_is_written_stays() -> None:
     written = spec_of(None, 4, GPUS, "models.actor.zero=2", "schedule.num_chunks=2", "algorithm.num_mini_batches=4")
     resolved = plan_of(None, 4, GPUS, "models.actor.zero=2", "schedule.num_chunks=2", "algorithm.num_mini_batches=4")
     opened = reopened(resolved.spec, written)
-    assert opened.placement is None and not differing_settings(resolved.spec, opened)
+    assert opened.placement is None and not resolved.spec.differences(opened)
     assert opened.schedule.num_blocks == resolved.spec.schedule.num_blocks
     for spec, is_open in ((opened, False), (reopened(resolved.spec), True)):
         assert ("zero" not in spec.models.actor.model_fields_set) == is_open  # type: ignore[union-attr]

@@ -12,8 +12,7 @@ from small_runs import plan_of
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.spec_file import dump_spec
-from flexrlhf.config.user_paths import write_output
+from flexrlhf.config.output_path import OutputPath
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate, write_timeline
@@ -59,7 +58,7 @@ def simulated(plan: Plan) -> Simulation:
 def leave_run(directory: Path, plan: Plan, steps: int = 6, **status: Any) -> Path:
     """The files of a run of ``plan``, in their own formats; its timeline is the predicted one."""
     directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text(dump_spec(plan.spec))
+    (directory / "config.yaml").write_text(plan.spec.dump())
     rows = [
         {"step": step, "reward_mean": step / 2, "kl": 0.1, "response_length": 6.0, "seconds": 0.5}
         for step in range(steps)
@@ -362,7 +361,7 @@ def test_steps_are_spread_evenly(values: list[int], most: int, expected: list[in
 
 
 def test_settings_that_differ_are_listed() -> None:
-    texts = [dump_spec(fast_plan(placement, f"name={name}").spec) for name, placement in (("a", None), ("b", HALVES))]
+    texts = [fast_plan(placement, f"name={name}").spec.dump() for name, placement in (("a", None), ("b", HALVES))]
     found = {key: values for key, *values in settings_rows(texts)}
     assert found["name"] == ["'a'", "'b'"]
     # a cache that is not written takes the memory that a placement leaves
@@ -479,7 +478,7 @@ def test_a_run_of_one_rank_without_a_config_has_a_timeline(tmp_path: Path) -> No
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.html"
-    write_output(path, "--output", "before")
+    OutputPath(path, "--output").write("before")
 
     def fail(self: Path, content: bytes) -> int:
         self.open("wb").write(content[:3])
@@ -487,7 +486,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(UserError, match="No space left on device"):
-        write_output(path, "--output", "after")
+        OutputPath(path, "--output").write("after")
     assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]
 
 
@@ -498,7 +497,7 @@ def test_a_moved_run_whose_models_are_gone_keeps_all_but_memory_and_prediction(t
     models = plan.spec.models.model_copy(
         update={"actor": plan.model("actor").model_copy(update={"init": None, "path": "runs/gone"})}
     )
-    (directory / "config.yaml").write_text(dump_spec(plan.spec.model_copy(update={"models": models})))
+    (directory / "config.yaml").write_text(plan.spec.model_copy(update={"models": models}).dump())
     assert (directory / "config.yaml").read_text() != text
     page = write_report([directory], tmp_path / "report.html", None)
     (note,) = page.notes
@@ -516,7 +515,7 @@ def test_relative_paths_lead_from_where_the_run_was_started(tmp_path: Path, monk
     settings = plan.model("actor").model_copy(update={"init": None, "path": "models/actor"})
     models = plan.spec.models.model_copy(update={"actor": settings})
     directory = leave_run(tmp_path / "work" / "runs" / "a", plan)
-    (directory / "config.yaml").write_text(dump_spec(plan.spec.model_copy(update={"models": models})))
+    (directory / "config.yaml").write_text(plan.spec.model_copy(update={"models": models}).dump())
     monkeypatch.chdir(tmp_path)
     again, _ = plan_of_run(read_contents(directory))
     assert again is not None and again.model("actor").path == str(tmp_path / "work" / "models" / "actor")
@@ -541,7 +540,7 @@ def test_a_run_without_prediction_is_named_where_others_have_one(tmp_path: Path)
 
 def test_a_run_on_cpus_is_predicted_by_measurements_of_an_ordinary_one(tmp_path: Path) -> None:
     leave_run(tmp_path / "a", fast_plan())
-    (tmp_path / "a" / "config.yaml").write_text(dump_spec(plan_of(None, 2).spec))
+    (tmp_path / "a" / "config.yaml").write_text(plan_of(None, 2).spec.dump())
     page = write_report([tmp_path / "a"], tmp_path / "report.html", None)
     assert page.notes == () and "by measurements of an ordinary CPU" in page.path.read_text()
 
@@ -549,7 +548,7 @@ def test_a_run_on_cpus_is_predicted_by_measurements_of_an_ordinary_one(tmp_path:
 def leave_unknown_run(directory: Path) -> Path:
     leave_run(directory, fast_plan())
     plan = plan_of(None, 2, "cluster={nodes: [{devices: 2, class: mine, memory_gb: 9}]}")
-    (directory / "config.yaml").write_text(dump_spec(plan.spec))
+    (directory / "config.yaml").write_text(plan.spec.dump())
     return directory
 
 
@@ -592,7 +591,7 @@ def test_a_plan_has_a_page(tmp_path: Path) -> None:
 def test_the_commands_write_pages_and_keep_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     leave_run(tmp_path / "runs" / "a", fast_plan())
-    (tmp_path / "a.yaml").write_text(dump_spec(fast_plan().spec))
+    (tmp_path / "a.yaml").write_text(fast_plan().spec.dump())
     for command in (
         ["report", "runs/a"],
         ["report", "runs/a", "-o", "report.html"],

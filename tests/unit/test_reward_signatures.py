@@ -14,7 +14,7 @@ import pytest
 from flexrlhf.config.reward_sources import FunctionSource, RuleSource
 from flexrlhf.errors import UserError
 from flexrlhf.rewards.base import Sample, Scores
-from flexrlhf.rewards.checks import check_columns, check_sources
+from flexrlhf.rewards.checks import SourceChecks
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.rewards.worker_calls import form_of
 
@@ -114,7 +114,7 @@ def test_the_form_follows_from_the_parameters(function: Callable[..., Any], form
 
 def test_a_function_of_neither_form_is_refused_before_a_run() -> None:
     with pytest.raises(UserError) as caught:
-        check_sources([trl("neither")])
+        SourceChecks([trl("neither")]).check()
     assert str(caught.value) == (
         f"reward.function: neither(text) in {FILE} is neither f(prompts, responses, **columns) nor, as in TRL, "
         "f(completions, **kwargs)"
@@ -123,7 +123,7 @@ def test_a_function_of_neither_form_is_refused_before_a_run() -> None:
 
 def test_one_that_only_its_worker_can_judge_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     """A decorator may change the parameters, so that the file alone does not say them."""
-    check_sources([trl("decorated_neither")])
+    SourceChecks([trl("decorated_neither")]).check()
     assert scores([trl("decorated_neither", batch_size=1)], [sample("a"), sample("b")]).failed == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "its signature (text: 'str', **kwargs: 'Any') -> 'list[float]' is neither f(prompts, responses" in line
@@ -131,14 +131,14 @@ def test_one_that_only_its_worker_can_judge_is_reported_once(capsys: pytest.Capt
 
 @pytest.mark.parametrize("name", ["lengths", "sums", "whatever_comes", "right"])
 def test_columns_of_trls_form_are_looked_up(name: str) -> None:
-    check_sources([trl(name)])
-    check_columns([trl(name)], "reward", ["prompt", "answer"], "data.jsonl")
+    SourceChecks([trl(name)]).check()
+    SourceChecks([trl(name)], "reward").check_columns(["prompt", "answer"], "data.jsonl")
 
 
 @pytest.mark.parametrize(("name", "column"), [("right", "answer"), ("of_state", "trainer_state")])
 def test_a_column_of_trls_form_that_is_not_there_is_refused(name: str, column: str) -> None:
     with pytest.raises(UserError, match=f"{name} takes '{column}', no column of data.jsonl"):
-        check_columns([trl(name)], "reward", ["prompt"], "data.jsonl")
+        SourceChecks([trl(name)], "reward").check_columns(["prompt"], "data.jsonl")
 
 
 PEERS = """
@@ -165,13 +165,13 @@ def test_functions_of_verl_and_openrlhf_are_called_as_there(tmp_path: Path, name
     right = {"ground_truth": "4", "labels": "4", "data_source": "sums", "extra_info": {"level": 1}}
     wrong = {"ground_truth": "4", "labels": "4" * (name != "unlabelled"), "extra_info": {"level": 2}}
     source = FunctionSource(function=f"{file}:{name}", timeout_seconds=20.0)
-    check_sources([source])
+    SourceChecks([source]).check()
     assert scores([source], [sample("4", **right), sample("5", **wrong)]) == Scores(expected, None, 0)
     needed = [column for column in ("data_source", "ground_truth") if name == "single" or column == "ground_truth"]
     if name in ("single", "plain"):
-        check_columns([source], "reward", needed, "data.jsonl")
+        SourceChecks([source], "reward").check_columns(needed, "data.jsonl")
         with pytest.raises(UserError, match="takes 'ground_truth', no column of data.jsonl"):
-            check_columns([source], "reward", ["data_source"], "data.jsonl")
+            SourceChecks([source], "reward").check_columns(["data_source"], "data.jsonl")
 
 
 def test_a_function_of_a_script_is_loaded_without_its_training(tmp_path: Path) -> None:

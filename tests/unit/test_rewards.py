@@ -24,7 +24,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.input_checks import check_inputs, check_runs, solution_lines
 from flexrlhf.rewards.base import Sample, ScoreBatch, Scores, make_batch
-from flexrlhf.rewards.checks import check_columns, check_sources
+from flexrlhf.rewards.checks import SourceChecks
 from flexrlhf.rewards.replies import read_reply
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.trainer.text_operators import make_external_scorers
@@ -114,7 +114,7 @@ def test_a_module_is_found_by_its_name_in_the_working_directory(
     (tmp_path / "scoring/own.py").write_text("def f(p, r):\n    return [2.0] * len(p)\n")
     monkeypatch.chdir(tmp_path)
     source = FunctionSource(function="scoring.own:f")
-    check_sources([source])
+    SourceChecks([source]).check()
     assert scores([source], [sample("a")]).totals == [2]
 
 
@@ -577,7 +577,7 @@ def test_a_solution_that_no_rule_reads_is_named(
 def test_math_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexrlhf.rewards.checks.find_spec", lambda _: None)
     with pytest.raises(UserError) as error:
-        check_sources([RuleSource(rule="math")])
+        SourceChecks([RuleSource(rule="math")]).check()
     assert str(error.value) == "reward.rule: math needs the package math-verify; install flexrlhf[math]"
 
 
@@ -615,7 +615,7 @@ def test_sources_that_can_be_called_pass(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("REWARD_TOKEN", "x")
     headers = {"Authorization": "Bearer ${REWARD_TOKEN}"}
     service = ServiceSource(url=("http://localhost:1/a", "https://[::1]"), headers=headers)
-    check_sources([function(name), service, RuleSource(rule="format", pattern="a(b)*")])
+    SourceChecks([function(name), service, RuleSource(rule="format", pattern="a(b)*")]).check()
 
 
 @pytest.mark.parametrize(
@@ -667,7 +667,7 @@ def test_a_file_is_read_and_not_run(text: str, words: str, tmp_path: Path) -> No
 )
 def test_a_name_may_come_about_in_many_ways(text: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(text)
-    check_sources([FunctionSource(function=f"{tmp_path}/own.py:f")])
+    SourceChecks([FunctionSource(function=f"{tmp_path}/own.py:f")]).check()
 
 
 @pytest.mark.parametrize(
@@ -687,7 +687,7 @@ def test_other_sources_that_cannot_be_called_are_refused(source: Any, words: str
 def test_one_of_several_sources_is_named_by_its_place() -> None:
     sources = [RuleSource(rule="gsm8k"), FunctionSource(function="own")]
     with pytest.raises(UserError, match=r"^cost\.1\.function: expected"):
-        check_sources(sources, "cost")
+        SourceChecks(sources, "cost").check()
 
 
 NO_REWARD_MODEL = f"models={json.dumps({'actor': {'init': TINY}})}"
@@ -709,7 +709,7 @@ COLUMNS = ["prompt", "right", "mark"]
     ],
 )
 def test_sources_whose_columns_are_there_pass(source: Any) -> None:
-    check_columns([source], "reward", COLUMNS, "data.jsonl")
+    SourceChecks([source], "reward").check_columns(COLUMNS, "data.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -723,7 +723,9 @@ def test_sources_whose_columns_are_there_pass(source: Any) -> None:
 )
 def test_a_column_that_is_not_there_is_refused(source: Any, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        check_columns([source, RuleSource(rule="length", target_tokens=1)], "reward", COLUMNS, "data.jsonl")
+        SourceChecks([source, RuleSource(rule="length", target_tokens=1)], "reward").check_columns(
+            COLUMNS, "data.jsonl"
+        )
     assert str(caught.value).startswith(words)
 
 
@@ -749,9 +751,9 @@ def test_what_a_function_cannot_be_called_without_is_read_from_its_file(
     (tmp_path / "own.py").write_text(text)
     source = FunctionSource(function=f"{tmp_path}/own.py:f")
     if column is None:
-        return check_columns([source], "reward", COLUMNS, "data.jsonl")
+        return SourceChecks([source], "reward").check_columns(COLUMNS, "data.jsonl")
     with pytest.raises(UserError, match=f"own.py:f takes '{column}', no column of data.jsonl"):
-        check_columns([source], "reward", COLUMNS, "data.jsonl")
+        SourceChecks([source], "reward").check_columns(COLUMNS, "data.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -785,6 +787,6 @@ def test_the_columns_of_a_runs_files_are_looked_at_before_it_starts(
 
 def _refusal(source: FunctionSource | ServiceSource | RuleSource) -> str:
     with pytest.raises(UserError) as caught:
-        check_sources([source])
+        SourceChecks([source]).check()
     assert "\n" not in str(caught.value)
     return str(caught.value)

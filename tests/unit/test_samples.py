@@ -10,7 +10,7 @@ from torch import device
 from torch import distributed as dist
 
 from flexrlhf.comm.world import World
-from flexrlhf.display.events import discard
+from flexrlhf.display.events import EventSender
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_loggers import RunLoggers
@@ -59,7 +59,7 @@ def test_samples_are_written_with_the_metrics_of_their_step(tmp_path: Path) -> N
     world = World(0, 1, dist.HashStore(), device("cpu"), "gloo")
     recorder, work = Recorder(plan, world), WorkTime("run", world, Timeline(0, 1))
     run, loggers = RunDirectory(tmp_path), RunLoggers(tmp_path)
-    results = ResultsWriter(recorder, run, work, loggers, discard, lambda step, positions: [])
+    results = ResultsWriter(recorder, run, work, loggers, EventSender(), lambda step, positions: [])
     runs = [index for index, each in enumerate(plan.schedule.instructions) if isinstance(each, Run)]
     for step in (0, 1):
         for index in runs:

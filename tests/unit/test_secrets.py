@@ -19,13 +19,13 @@ from flexrlhf.cli.app import app
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.reward_sources import ServiceSource
 from flexrlhf.config.secrets import hidden, without_secrets
-from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.environments.base import EpisodeCall
 from flexrlhf.environments.episode_process import make_process
 from flexrlhf.environments.sources import check_variables
 from flexrlhf.errors import UserError
 from flexrlhf.rewards.base import Sample
-from flexrlhf.rewards.checks import check_sources
+from flexrlhf.rewards.checks import SourceChecks
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.rewards.services import HttpService
 from flexrlhf.runs.tensor_files import save_tensors
@@ -38,7 +38,7 @@ SAMPLES = [Sample("a", "b", 1, {})]
 
 def refusal(**source: Any) -> str:
     with pytest.raises(UserError) as error:
-        parse_spec(PPO | {"reward": source})
+        Spec.parse(PPO | {"reward": source})
     message = str(error.value)
     assert SECRET not in message and "s3cr" not in message and "\n" not in message
     return message
@@ -122,14 +122,14 @@ def token(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_what_is_written_has_the_names_and_loads_again(token: str) -> None:
     source = {"url": f"http://user:{token}@a/score", "headers": {"Authorization": f"Bearer {token}", "X-Run": "seven"}}
-    spec = parse_spec(PPO | {"reward": source})
-    check_sources(spec.reward or ())
-    text = dump_spec(spec)
+    spec = Spec.parse(PPO | {"reward": source})
+    SourceChecks(spec.reward or ()).check()
+    text = spec.dump()
     assert SECRET not in text and f"Bearer {token}" in text and "X-Run: seven" in text
     assert SECRET not in repr(spec)
     from flexrlhf.config.yaml_io import read_yaml
 
-    assert parse_spec(read_yaml(text)) == spec
+    assert Spec.parse(read_yaml(text)) == spec
 
 
 def test_the_service_receives_the_values(token: str) -> None:
@@ -167,7 +167,7 @@ def test_a_variable_that_is_not_set_is_named_before_a_rank_starts(
     monkeypatch.delenv("REWARD_TOKEN", raising=False)
     source = ServiceSource(**{"url": "http://a"} | settings)
     with pytest.raises(UserError, match="the environment has no REWARD_TOKEN; export it"):
-        check_sources([source])
+        SourceChecks([source]).check()
     with pytest.raises(UserError, match="the environment has no REWARD_TOKEN; export it"):
         HttpService(source, WarnOnce("reward.url"))
 
@@ -242,7 +242,7 @@ def test_a_secret_for_other_code_is_refused_with_the_form_that_works(section: di
     with pytest.raises(
         UserError, match=r"a secret would be written to config.yaml; .*, such as \$\{API_KEY\}"
     ) as error:
-        parse_spec(PPO | section)
+        Spec.parse(PPO | section)
     assert "s3cr" not in str(error.value) and "1234" not in str(error.value)
 
 
@@ -259,7 +259,7 @@ ADDRESSES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("section", ADDRESSES, ids=str)
 def test_an_address_is_no_file_or_model(section: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="expected a path or a name, found an address, .*; download it") as error:
-        parse_spec(PPO | section)
+        Spec.parse(PPO | section)
     assert "s3cr" not in str(error.value)
 
 
@@ -286,7 +286,7 @@ def test_options_that_are_no_secrets_are_taken() -> None:
     options = {"stop_token": "</answer>", "tokenizer": "Qwen", "author": "me", "key": "answer", "sort_key": "x"}
     numbers = {"max_tokens": 5, "num_tokens": "7", "auth": False, "session_tokens": 12, "secret": None}
     section = {"environment": ENVIRONMENT | {"options": options | numbers | {"url": "http://me:${NAME}@a"}}}
-    environment = parse_spec(PPO | section).environment
+    environment = Spec.parse(PPO | section).environment
     assert environment is not None and environment.options == section["environment"]["options"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from small_runs import plan_of, spec_of
 
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import GROUP_SCORES, POSITION, PRESENT
+from flexrlhf.operators.columns import Column
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.strategies.instructions import Run
@@ -57,13 +57,13 @@ def test_generation_carries_its_columns_and_all_others_read_which_rows_are_prese
     assert [operator.name for operator in cut.operators] == [operator.name for operator in whole.operators]
     for operator, before in zip(cut.operators, whole.operators, strict=True):
         if operator.kind == "generate":
-            assert operator.writes == (*before.writes, PRESENT) and operator.reads == before.reads
+            assert operator.writes == (*before.writes, Column.PRESENT) and operator.reads == before.reads
             # the mask of a sequence follows from the masks of its prompt and its response
             assert set(operator.carries) == set(operator.writes) - {"attention_mask"}
         else:
             # staleness is reported with the mask of a loss
             stale = ("policy_version",) if "loss_mask" in operator.writes else ()
-            assert operator.reads == (*before.reads, *stale, PRESENT) and operator.writes == before.writes
+            assert operator.reads == (*before.reads, *stale, Column.PRESENT) and operator.writes == before.writes
             assert not operator.carries
     assert cut.evaluation == whole.evaluation
 
@@ -74,7 +74,7 @@ def test_responses_that_end_alone_are_compared_with_the_scores_of_their_group() 
     assert [operator.name for operator in alone.operators] == [operator.name for operator in waiting.operators]
     for operator, before in zip(alone.operators, waiting.operators, strict=True):
         assert operator.is_by_row == (operator.kind != "generate") and not before.is_by_row
-        scores = (GROUP_SCORES,) if operator.function == "group_advantages" else ()
+        scores = (Column.GROUP_SCORES,) if operator.function == "group_advantages" else ()
         assert operator.writes == (*before.writes, *scores) and operator.carries == (*before.carries, *scores)
 
 
@@ -82,8 +82,12 @@ def test_a_step_takes_prompts_by_the_scores_of_the_step_before() -> None:
     """In one attempt; generation and scores read them, and the training that accounts for rows."""
     plan = plan_of(None, 1, GRPO, THREE, DYNAMIC)
     take, *others = plan.graph.operators
-    assert take.takes_prompts and take.writes == (POSITION,) and set(take.carries) > {"scores", PRESENT, POSITION}
-    readers = {operator.name for operator in others if POSITION in operator.reads}
+    assert (
+        take.takes_prompts
+        and take.writes == (Column.POSITION,)
+        and set(take.carries) > {"scores", Column.PRESENT, Column.POSITION}
+    )
+    readers = {operator.name for operator in others if Column.POSITION in operator.reads}
     assert readers == {"generate", "train_actor"}
     assert {each.attempt for each in plan.schedule.instructions if isinstance(each, Run)} == {None}
     # places for two shares of new prompts, of which one is taken in the mean

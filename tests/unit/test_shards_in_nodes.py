@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from small_runs import plan_of
 
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.costs.links import ACROSS
@@ -33,7 +33,7 @@ def sft(nodes: int, model: str = "qwen2.5-32b", network: float | None = None, **
         "data": {"path": "rows.jsonl", "max_prompt_tokens": 1024, "max_response_tokens": 1024},
         "cluster": {"nodes": [node]},
     }
-    return make_plan(parse_spec(raw))
+    return make_plan(Spec.parse(raw))
 
 
 # --- which ranks

@@ -6,7 +6,7 @@ import pytest
 from small_runs import RECOMPUTE, plan_of, spec_of
 
 from flexrlhf.config.algorithms.ppo import PpoSpec
-from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.plan.algorithm_graph import make_graph
@@ -47,7 +47,7 @@ def test_the_actor_with_adapters_is_its_own_reference_where_nothing_is_said_of_o
     assert ("ref" not in plan.graph.roles) == shares
     assert not shares or plan.schedule == plan_of(placement, 2, *SHARED).schedule
     # the resolved YAML says so, too
-    assert make_plan(parse_spec(read_yaml(dump_spec(plan.spec)))).graph == plan.graph
+    assert make_plan(Spec.parse(read_yaml(plan.spec.dump()))).graph == plan.graph
 
 
 # --- the graph
@@ -145,6 +145,6 @@ def test_the_resolved_spec_plans_the_same() -> None:
     plan = shared_plan([0.5] * 5, 2)
     assert plan.spec.models.ref == spec_of(None, 2, *SHARED).models.ref
     assert plan.spec.models.critic is not None and plan.spec.models.critic.init is not None
-    again = parse_spec(read_yaml(dump_spec(plan.spec)))
+    again = Spec.parse(read_yaml(plan.spec.dump()))
     assert again == plan.spec
     assert make_plan(again) == plan

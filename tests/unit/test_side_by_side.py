@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.number_settings import SettingDifference
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.report.side_by_side import MOST_LISTED, MetricDifference, mean_times, metric_differences, setting_lines
 from flexrlhf.runs.metric_table import MetricTable
 from flexrlhf.timeline import Span, Trace
@@ -45,7 +44,7 @@ def write_run(
 ) -> Path:
     plan = plan_of([1, 1, 1, 1], 2, *overrides)
     directory.mkdir()
-    (directory / "config.yaml").write_text(dump_spec(plan.spec))
+    (directory / "config.yaml").write_text(plan.spec.dump())
     (directory / "plan.txt").write_text("run: ppo, co-located on 2 devices, 9 steps\nthe rest\n")
     lines = [json.dumps(row) for row in rows_of(*rows)]
     (directory / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))

@@ -15,7 +15,7 @@ from small_runs import PPO, TINY, plan_of, spec_of, whole_plan_of
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
@@ -750,7 +750,7 @@ def test_the_published_plans_of_a_70b_actor_are_in_their_order() -> None:
             "rollout": {"engine": "vllm", "logprobs": "reuse", "kv_tokens": 2048 * cache},
             "placement": {"operators": operators},
         }
-        seconds.append(simulate(make_plan(parse_spec(raw)), AnalyticCosts()).seconds)
+        seconds.append(simulate(make_plan(Spec.parse(raw)), AnalyticCosts()).seconds)
     searched, heuristic = seconds
     assert 0.75 * 383 < searched < 1.25 * 383 and searched < 0.9 * heuristic
 

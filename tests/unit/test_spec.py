@@ -17,7 +17,8 @@ from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementEntry, PlacementMap
 from flexrlhf.config.ratio_vector import vector_of_option
-from flexrlhf.config.spec_file import check_scopes, dump_spec, load_spec, parse_spec
+from flexrlhf.config.spec import Spec
+from flexrlhf.config.spec_file import SpecFile, load_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.graph import Graph
@@ -248,7 +249,7 @@ def test_every_algorithm_has_a_graph() -> None:
 @pytest.mark.parametrize("key", ["name", "algorithm", "models", "data"])
 def test_a_required_key_is_named_when_missing(key: str) -> None:
     with pytest.raises(UserError, match=key):
-        parse_spec({name: value for name, value in PPO.items() if name != key})
+        Spec.parse({name: value for name, value in PPO.items() if name != key})
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 6])
@@ -416,7 +417,7 @@ def test_a_shadow_may_undo_what_its_role_sets() -> None:
 @pytest.mark.parametrize("shadow", ["null", "{}", "{zero: 0}", SHADOW])
 def test_a_dumped_shadow_loads_as_the_same_shadow(shadow: str) -> None:
     spec = spec_of(None, 2, f"models.actor.shadow={shadow}", "models.actor.zero=3", "models.actor.lora={rank: 3}")
-    again = parse_spec(read_yaml(dump_spec(spec)))
+    again = Spec.parse(read_yaml(spec.dump()))
     assert again == spec
     assert again.models.actor is not None and spec.models.actor is not None
     assert again.models.actor.of_shadow == spec.models.actor.of_shadow
@@ -448,14 +449,14 @@ def test_a_dumped_spec_loads_as_the_same_spec(placement: str, tmp_path: Path) ->
         "eval={path: held_out.jsonl}",
     )
     path = tmp_path / "config.yaml"
-    path.write_text(dump_spec(spec))
+    path.write_text(spec.dump())
     assert load_spec(path) == spec
-    assert dump_spec(load_spec(path)) == dump_spec(spec)
+    assert load_spec(path).dump() == spec.dump()
 
 
 def test_a_dumped_mapping_has_the_form_that_a_user_writes() -> None:
     spec = spec_of({"actor": 1, "critic": 1, "ref": 0.5, "reward": {"ranks": [1]}, "train_share": 0.5})
-    dumped = yaml.safe_load(dump_spec(spec))["placement"]
+    dumped = yaml.safe_load(spec.dump())["placement"]
     assert set(dumped) == {"actor", "critic", "ref", "reward", "train_share", "span_classes"}
     written = {name: dumped[name] for name in ("ref", "reward")}
     assert {key: value for key, value in written["ref"].items() if value is not None} == {"ratio": 0.5}
@@ -514,9 +515,9 @@ def test_a_scoped_override_is_for_the_run_of_that_name(tmp_path: Path) -> None:
 
 
 def test_an_override_for_a_run_that_is_not_there_is_refused() -> None:
-    check_scopes(("first:steps=7", "steps=7"), ["first"])
+    SpecFile.check_scopes(("first:steps=7", "steps=7"), ["first"])
     with pytest.raises(UserError, match=r"--set fist:steps=7.*'fist'.*did you mean 'first'"):
-        check_scopes(("fist:steps=7",), ["first"])
+        SpecFile.check_scopes(("fist:steps=7",), ["first"])
 
 
 @pytest.mark.parametrize(
@@ -580,7 +581,7 @@ def test_a_date_is_a_text() -> None:
 
 
 def test_nan_in_a_config_is_written_as_it_is() -> None:
-    assert "x: .nan" in dump_spec(spec_of(None, 2, "models.actor.init.x=.nan"))
+    assert "x: .nan" in spec_of(None, 2, "models.actor.init.x=.nan").dump()
 
 
 @pytest.mark.parametrize(
@@ -745,13 +746,13 @@ def test_a_stop_text_has_letters(stop: str) -> None:
 )
 def test_a_dumped_rollout_loads_as_the_same_rollout(rollout: str) -> None:
     spec = spec_of(None, 2, f"rollout={rollout}", "algorithm={name: ppo, importance: {cap: 3}, stop: [a, b], top_k: 3}")
-    assert parse_spec(read_yaml(dump_spec(spec))) == spec
+    assert Spec.parse(read_yaml(spec.dump())) == spec
 
 
 def test_a_short_yaml_keeps_a_penalty_that_is_a_default_of_penalties_but_not_of_the_algorithm(tmp_path: Path) -> None:
     overrides = ("algorithm={name: grpo, kl: {place: loss, estimator: k1}}",)
     spec = spec_of(None, 2, *overrides)
-    (tmp_path / "short.yaml").write_text(dump_spec(spec, short=True))
+    (tmp_path / "short.yaml").write_text(spec.dump(short=True))
     assert load_spec(tmp_path / "short.yaml") == spec
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms.base import ImportanceSpec, RejectionSpec
 from flexrlhf.config.algorithms.grpo import GspoSpec
 from flexrlhf.config.algorithms.ppo import PpoSpec
-from flexrlhf.config.spec_file import parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch, Outputs, Totals
 from flexrlhf.errors import UserError
 from flexrlhf.metrics import METRICS
@@ -334,4 +334,4 @@ def test_what_writes_the_last_mask_reads_the_versions_of_tokens() -> None:
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        parse_spec({"name": "x", "algorithm": {"name": "ppo", **settings}}, "x.yaml")
+        Spec.parse({"name": "x", "algorithm": {"name": "ppo", **settings}}, "x.yaml")

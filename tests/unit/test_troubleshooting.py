@@ -23,7 +23,7 @@ from flexrlhf.cli import app
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import World
-from flexrlhf.config.proxies import proxy_of
+from flexrlhf.config.proxies import Address
 from flexrlhf.data.quickstart import CORPUS, prepare_corpus
 from flexrlhf.engines.vllm.restarts import Restarts, RolloutProcessError
 from flexrlhf.errors import RunStopped, UserError
@@ -106,7 +106,7 @@ def socks_proxy(_: Reader) -> str:
         for name in ("no_proxy", "NO_PROXY"):
             environment.delenv(name, raising=False)
         environment.setenv("https_proxy", "socks5://127.0.0.1:9")
-        return sentence(UserError, lambda: proxy_of("https://hub.invalid"))
+        return sentence(UserError, lambda: Address("https://hub.invalid").proxy())
 
 
 def empty_prompt(reader: Reader) -> str:

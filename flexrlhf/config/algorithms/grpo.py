@@ -17,7 +17,7 @@ from flexrlhf.config.algorithms.policy import (
 )
 from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.config.strict_model import StrictModel
-from flexrlhf.operators.columns import STEP_ENDS
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Graph
 
 
@@ -98,7 +98,7 @@ class GroupSpec(PolicySpec):
         return self
 
     def step_graph(self) -> Graph:
-        ends = (STEP_ENDS,) if self.supervision == "process" else ()
+        ends = (Column.STEP_ENDS,) if self.supervision == "process" else ()
         operators = (*sampled_and_scored(self), advantages(self, "group_advantages", ends), train_actor(self))
         return policy_graph(self, operators, ("actor", *reference(self), "reward"))
 

@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
-from flexrlhf.config.model_names import MODELS, named_sizes
-from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, PeerTrainer, WarmUp, read_peer
+from flexrlhf.config.presets.table import MiniBatchesOf, Peer, PeerTrainer, WarmUp, read_peer
 
 Like = Literal["verl", "openrlhf", "trl", "deepspeed-chat", "safe-rlhf", "dr-grpo", "dapo"]
 
@@ -84,32 +83,19 @@ def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[
         preset = {key: _updates(value, steps, updates) for key, value in cells.items()}
         known = {key: value for key, value in preset.items() if value is not _UNKNOWN}
         models[role] = {**written, "optimizer": {**known, **of_all, **written.get("optimizer", {})}}
-    return _with_router_loss(models, trainer_of(algorithm["like"], algorithm["name"]).routers)
+    return _with_router_loss(models, trainer_of(algorithm["like"], algorithm["name"]))
 
 
-def _with_router_loss(models: dict[str, Any], cell: Cell | None) -> dict[str, Any]:
+def _with_router_loss(models: dict[str, Any], trainer: PeerTrainer) -> dict[str, Any]:
     """Return ``models`` with the loss of a mixture's routers, of a trained model whose family is known by its name."""
-    if cell is None:
+    if trainer.routers is None:
         return models
-    _, role, key = cell.key.split(".")
+    _, role, key = trainer.routers.key.split(".")
     model, shared = models.get(role), models.get("all")
     if not isinstance(model, Mapping) or any(key in each for each in (model, shared) if isinstance(each, Mapping)):
         return models
-    value = cell.value.get(_family(model))
+    value = trainer.router_loss(model)
     return models if value is None else {**models, role: {**model, key: value}}
-
-
-def _family(model: Mapping[str, Any]) -> str | None:
-    """Return the family of a model whose sizes are known by its name; None for another."""
-    init, path = model.get("init"), model.get("path")
-    name = init if isinstance(init, str) else named_sizes(path) if isinstance(path, str) else None
-    return str(MODELS[name]["model_type"]) if name in MODELS else None
-
-
-def router_loss_of(init: str | None) -> float | None:
-    """Return TRL's factor of the loss of routers of a model that is known by its name; None without such a loss."""
-    routers = trainer_of("trl", "sft").routers
-    return None if init is None or routers is None else routers.value.get(_family({"init": init}))
 
 
 def warm_ups(algorithm: Mapping[str, Any], steps: int) -> dict[str, int]:

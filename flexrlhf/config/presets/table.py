@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
 
+from flexrlhf.config.model_names import known_family
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.yaml_io import read_yaml
 
@@ -72,6 +73,15 @@ class Cell:
     value: Any
     source: str
 
+    def resolved(self, prompts: int, samples: int, steps: int, updates_per_step: int) -> Any:
+        """Return the value; a number that follows from others, for a run of these sizes."""
+        match self.value:
+            case MiniBatchesOf():
+                return self.value.number(prompts, samples)
+            case WarmUp():
+                return self.value.number(steps, updates_per_step)
+        return list(self.value) if isinstance(self.value, tuple) else self.value
+
 
 @dataclass(frozen=True)
 class PeerTrainer:
@@ -87,6 +97,21 @@ class PeerTrainer:
     penalties: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     differs: tuple[str, ...] = ()
     routers: Cell | None = None
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Settings of the algorithm; of mini-batches the size."""
+        values = {cell.key.removeprefix("algorithm."): cell.value for cell in self.cells}
+        return {key: value.size if isinstance(value, MiniBatchesOf) else value for key, value in values.items()}
+
+    def warm_up_share(self, role: str) -> float | None:
+        """Return the share of a run that is the warm-up of a role; None if it is a number."""
+        found = (cell.value for cell in self.cells if cell.key == f"models.{role}.optimizer.warmup_steps")
+        return next((each.share for each in found if isinstance(each, WarmUp)), None)
+
+    def router_loss(self, model: Mapping[str, Any]) -> float | None:
+        """Return the factor of the loss of routers of a model; None without such a loss, or of an unknown family."""
+        return None if self.routers is None else self.routers.value.get(known_family(model))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import dump_spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
@@ -56,6 +55,6 @@ def peak_of(advice: OperatorAdvice) -> int:
 
 def _write(path: Path, head: Sequence[str], spec: Spec) -> None:
     try:
-        path.write_text("\n".join([*head, dump_spec(without_device_sizes(spec), short=True)]))
+        path.write_text("\n".join([*head, without_device_sizes(spec).dump(short=True)]))
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None

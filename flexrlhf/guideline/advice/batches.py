@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flexrlhf.config.spec import MAX_ROWS
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
@@ -47,7 +47,7 @@ def larger_batches(items: Sequence[FeasibleCandidate]) -> list[BatchSpeeds]:
     space = items[0].candidate.space
     spec, batch, factor = space.spec, space.batch, 2 if space.pool.num_devices <= MANY else 4
     prompts = spec.algorithm.prompts_per_step
-    most = min(LARGEST, MAX_ROWS // batch.num_rows) * prompts
+    most = min(LARGEST, Spec.MAX_ROWS // batch.num_rows) * prompts
     found = [BatchSpeeds(prompts, tuple(items))]
     while (prompts := factor * prompts) <= most:
         # placements have the same options, whatever their schedules

@@ -9,7 +9,7 @@ from itertools import product
 
 from flexrlhf.config.engines import ALL_KINDS
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import ScheduleSpec, Spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.advice.allowed_settings import CHOSEN, AllowedSettings
 from flexrlhf.guideline.advice.call_figures import CallFigures, ShardedModel, total
 from flexrlhf.guideline.advice.figure_maker import FigureMaker
@@ -89,8 +89,8 @@ class OptionEnumerator:
         """Whether the options are those of ``other``, on any mesh: its spec may differ in the nodes of the cluster, and
         in the schedule, of which calls depend by the rows alone."""
         whole, others = (
-            each.spec.model_copy(
-                update={"cluster": each.spec.cluster.model_copy(update={"nodes": ()}), "schedule": ScheduleSpec()}
+            each.spec.with_defaults("schedule").model_copy(
+                update={"cluster": each.spec.cluster.model_copy(update={"nodes": ()})}
             )
             for each in (self, other)
         )

@@ -21,7 +21,7 @@ from typing import Any
 
 from flexrlhf.config.engines import facts_of, full_engines
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.placement_settings import OperatorPlacement, PlacementMap
+from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, shown
 from flexrlhf.guideline.advice.advise import LEAST_SHARE, PROPOSALS
@@ -282,20 +282,20 @@ class OperatorSpace(Space):
                 changes = {"activation_checkpointing": chosen.activation_checkpointing}
                 yield operator.role, model.model_copy(update=changes)
 
-    def _entry(self, choice: Choice) -> OperatorPlacement:
+    def _entry(self, choice: Choice) -> dict[str, Any]:
         settings, model = choice.option.settings, self.spec.models.of(self.placed_operators[choice.part].role)
         assert isinstance(settings, ModelSpec) and model is not None, "options of a Space have settings"
-        ranks, is_kept = choice.ranks, self.sketch.is_kept(choice.part)
-        own: dict[str, Any] = {"tp": settings.tp}
+        is_kept = self.sketch.is_kept(choice.part)
+        own: dict[str, Any] = {"ranks": choice.ranks, "shadow": is_kept, "tp": settings.tp}
         if self.sketch.is_of_rollout(choice.part):
             own["pp"] = None if settings.pp == self.spec.rollout.pp else settings.pp
-            return OperatorPlacement(ranks=ranks, shadow=is_kept, **own)
+            return own
         own |= {"zero": settings.zero, "pp": settings.pp if facts_of(settings.engine).pp else None}
         for name in ("engine", "shard", "cp", "ep"):
             own[name] = None if getattr(settings, name) == getattr(model, name) else getattr(settings, name)
         tokens = (model.of_shadow if is_kept else model).micro_batch_tokens
         own["micro_batch_tokens"] = None if settings.micro_batch_tokens == tokens else settings.micro_batch_tokens
-        return OperatorPlacement(ranks=ranks, shadow=is_kept, **own)
+        return own
 
 
 @dataclass(frozen=True)

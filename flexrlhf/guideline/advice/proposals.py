@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from flexrlhf.config.engines import facts_of
 from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
-from flexrlhf.config.placement_settings import ClusterSpec, PlacementEntry, PlacementMap
+from flexrlhf.config.placement_settings import ClusterSpec, PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.sketch import SearchModel
@@ -82,7 +82,7 @@ def _placement(space: Space, spec: Spec, assignment: Assignment) -> Vector | Pla
     packed = vector_ranks(space, vector)
     if packed == ranks or (packed == mirrored and len(set(space.pool.nodes)) == 1):
         return vector
-    return PlacementMap(models={name: PlacementEntry(ranks=mine) for name, mine in ranks.items()})
+    return PlacementMap.of_ranks(ranks)
 
 
 def vector_ranks(space: Space, vector: Vector) -> dict[str, tuple[int, ...]] | None:

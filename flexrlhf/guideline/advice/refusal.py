@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
 
-from flexrlhf.config.spec_file import dump_spec, parse_spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.candidates import (
@@ -163,7 +163,7 @@ def _first_that_fits(base: Space, series: Iterable[RequestChange]) -> RequestCha
 def _fits(base: Space, changes: Changes, tries: Iterator[int]) -> bool:
     spec = changed_spec(base.spec, changes)
     try:
-        parse_spec(read_yaml(dump_spec(spec, short=True)))
+        Spec.parse(read_yaml(spec.dump(short=True)))
         return last_resort(make_space(spec, base.costs, base.lengths, base.pending), tries) is not None
     except UserError:
         return False

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
-from flexrlhf.config.number_settings import differing_settings
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import SECONDS, advise, with_kind
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate, Method
@@ -92,7 +92,7 @@ def replan(
     spec = reopened(run.record.plan.spec, written)
     advice = advise(spec, run.source.costs, run.lengths, seconds_limit, margin, explains=False)
     advice = advice if take is None else with_kind(advice, take)
-    changed = differing_settings(run.record.plan.spec, advice.best.plan.spec)
+    changed = run.record.plan.spec.differences(advice.best.plan.spec)
     if changed:
         raise UserError(f"{spec.name}: under the placement that is advised {changed[0]}, which changes its numbers")
     return Replan(run, advice, restart_seconds)
@@ -122,7 +122,7 @@ def _openings(spec: Spec, written: Spec | None) -> Iterator[SettingChange]:
     yield SettingChange("placement", None)
     # values that no YAML has stay, too
     yield from (SettingChange("schedule.lag", spec.schedule.lag), SettingChange("rollout.engine", spec.rollout.engine))
-    sections: list[tuple[str, StrictModel, StrictModel | None, Sequence[str], bool]] = [
+    sections: list[tuple[str, BaseModel, BaseModel | None, Sequence[str], bool]] = [
         ("schedule", spec.schedule, written and written.schedule, ("strategy", "num_chunks"), True),
         ("rollout", spec.rollout, written and written.rollout, ("tp", "kv_tokens"), is_open),
     ]

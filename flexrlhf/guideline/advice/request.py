@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 
 from flexrlhf.config.engines import facts_of
-from flexrlhf.config.model_names import SERVED, Config, find_model, is_model_directory
-from flexrlhf.config.placement_settings import NodeSpec
+from flexrlhf.config.model_names import Families, FoundModel
+from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import apply_override, load_spec, parse_spec
-from flexrlhf.config.user_paths import instead_of, is_yaml
-from flexrlhf.config.yaml_io import explain, read_yaml
+from flexrlhf.config.spec_file import apply_override, load_spec
+from flexrlhf.config.user_paths import instead_of
+from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.algorithm_graph import make_graph
@@ -101,33 +101,31 @@ class AdviceRequest:
             raw["rollout"] = dict(rollout)
         for override in overrides:
             apply_override(raw, override)
-        return parse_spec(raw, command)
+        return Spec.parse(raw, command)
 
     def _usual_rollout(self, spec: Spec) -> str:
         """Return the engine that generates where none is written: vLLM if a device and the model allow it."""
         classes = _classes(spec)
         can = not classes or any(each.capability >= facts_of("vllm").least_capability for each in classes)
         actor = spec.models.of("actor")
-        config = self._source("actor")[1] if actor is None else read_config("actor", actor)
-        return "vllm" if can and config["model_type"] in SERVED else "transformers"
+        config = self._source("actor").config if actor is None else read_config("actor", actor)
+        return "vllm" if can and config["model_type"] in Families.SERVED else "transformers"
 
     def _model(self, role: str, trained: bool, spec: Spec) -> dict[str, Any]:
         """Return the settings of ``role``, for the devices of ``spec``."""
-        source, config = self._source(role)
         dtype = "bfloat16" if all(each.bf16 for each in _classes(spec)) else "float16"
-        weights = {"path": source} if is_model_directory(source) else {"init": config}
-        model: dict[str, Any] = {**weights, "dtype": dtype}
+        model: dict[str, Any] = {**self._source(role).weights, "dtype": dtype}
         if self.engine is not None:
             model["engine"] = self.engine
         if self.lora is not None and trained:
             model["lora"] = {"rank": self.lora, "alpha": 2 * self.lora}
         return model
 
-    def _source(self, role: str) -> tuple[str, Config]:
-        """Return (name or path, config) of the role, or of PPO's role that does the same: of the reward model for all
+    def _source(self, role: str) -> FoundModel:
+        """Return the model of the role, or of PPO's role that does the same: of the reward model for all
         that score."""
         source = role if role in self.models else "critic" if role.endswith("critic") else "reward"
-        return self.models[source], find_model(self.models[source], f"models.{source}")
+        return FoundModel.find(self.models[source], f"models.{source}")
 
 
 def _classes(spec: Spec) -> list[DeviceClass]:
@@ -205,7 +203,7 @@ class AdviceOptions:
         """Return the request. Raises UserError for unknown models or classes, and for devices given twice."""
         for name in ("model", "critic", "ref", "reward"):
             if name in self.given:
-                find_model(self.given[name], _option(name))
+                FoundModel.find(self.given[name], _option(name))
         actor = self.model or MODEL
         models = {
             "actor": actor,
@@ -251,11 +249,11 @@ def read_nodes(path: Path) -> tuple[dict[str, Any], ...]:
     Raises UserError for a file that is missing or has no such list.
     """
     if not path.is_file():
-        raise UserError(f"--cluster {path}: no such file{instead_of(path, is_yaml)}")
+        raise UserError(f"--cluster {path}: no such file{instead_of(path, '.yaml', '.yml')}")
     try:
         content = read_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        text = explain(error) if isinstance(error, yaml.YAMLError) else "not a text"
+        text = str(error) if isinstance(error, yaml.YAMLError) else "not a text"
         raise UserError(f"--cluster {path}: not YAML: {text}") from None
     for key in ("cluster", "nodes"):
         content = content[key] if isinstance(content, dict) and key in content else content
@@ -263,11 +261,11 @@ def read_nodes(path: Path) -> tuple[dict[str, Any], ...]:
         raise UserError(
             f"--cluster {path}: expected a list of nodes such as [{{count: 2, devices: 8, class: A100-80G}}]"
         )
-    known = {item.alias or name for name, item in NodeSpec.model_fields.items()}
-    return tuple(_node(node, path, known) for node in content)
+    return tuple(_node(node, path) for node in content)
 
 
-def _node(node: dict[str, Any], path: Path, known: set[str]) -> dict[str, Any]:
+def _node(node: dict[str, Any], path: Path) -> dict[str, Any]:
+    known = ClusterSpec.node_keys()
     for key in node:
         if key not in known:
             raise UserError(f"--cluster {path}: unknown key {key!r}{nearest(str(key), known)}")

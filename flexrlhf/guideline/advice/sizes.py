@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from flexrlhf.config.model_names import find_model
+from flexrlhf.config.model_names import FoundModel
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
@@ -124,7 +124,7 @@ class SizeTable:
     def cells(self) -> list[AdviceOptions]:
         """Options of each cell, by row. Raises UserError for unknown models, device classes and settings."""
         for model in self.models:
-            find_model(model, "MODEL")
+            FoundModel.find(model, "MODEL")
         classes = list(dict.fromkeys(DeviceClass.find(name, "--gpu-type") for name in self.classes))
         rows = product(self.models, self.algorithms, self.responses, (None, self.rank))
         cells = [

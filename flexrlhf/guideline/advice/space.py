@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flexrlhf.config.engines import facts_of
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import MAX_PLANNED, Spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.limits import SpaceLimits
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
@@ -241,7 +241,7 @@ def allowed_chunks(space: Space) -> tuple[int, ...]:
     """Numbers of chunks that ``space`` allows, ascending."""
     if "num_chunks" in space.fixed_schedule:
         return (space.spec.schedule.num_chunks,)
-    mini_batches, most = space.spec.algorithm.num_mini_batches, MAX_PLANNED // space.pool.num_devices
+    mini_batches, most = space.spec.algorithm.num_mini_batches, Spec.MAX_PLANNED // space.pool.num_devices
     return tuple(number for number in CHUNKS if mini_batches % number == 0 and number <= max(1, most))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flexrlhf.config.engines import facts_of, full_engines, is_engine
-from flexrlhf.config.model_names import KNOWN_FAMILIES
+from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, either
@@ -74,5 +74,5 @@ def check_searched_models(
         if role not in shapes or shapes[role].sizes is None:
             raise UserError(
                 f"models.{role}: seconds follow from the sizes of a model, which the config of this family does not "
-                f"give; known families: {', '.join(KNOWN_FAMILIES)}"
+                f"give; known families: {', '.join(Families.KNOWN)}"
             )

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import product
 from math import inf
 
+from pydantic import BaseModel
+
 from flexrlhf.config.engines import EngineFacts, facts_of
-from flexrlhf.config.model_settings import DTYPE_BYTES, ModelSpec, ShadowSpec, Shard
+from flexrlhf.config.model_settings import DTYPE_BYTES, ModelSpec, ShadowSpec
 from flexrlhf.config.spec import RolloutSpec, Spec
-from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.uniform_mesh import UniformMesh
 from flexrlhf.guideline.simulation.calls import row_patterns
@@ -113,7 +114,7 @@ class TriedSettings:
                 least = waiting
         return tuple(found)
 
-    def shards(self, model: SearchModel, mesh: UniformMesh, own: ModelSpec) -> tuple[Shard, ...]:
+    def shards(self, model: SearchModel, mesh: UniformMesh, own: ModelSpec) -> tuple[str, ...]:
         """Ranks over which ZeRO shards that are tried: of all nodes, and of each where there are several."""
         if "shard" in self.fixed(model):
             return (own.shard,)
@@ -176,7 +177,7 @@ class TriedSettings:
 
     def _in_yaml(self, model: SearchModel, base: ModelSpec, setting: str) -> int | None:
         """Value of a setting of this copy in the YAML; None: it is open."""
-        section: StrictModel | None = base
+        section: BaseModel | None = base
         if model.is_shadow:
             section = self.spec.rollout if model.is_rollout else base.shadow
         if section is None or setting not in section.model_fields_set:

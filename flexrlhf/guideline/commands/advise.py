@@ -14,8 +14,8 @@ import typer
 from flexrlhf.cli.options import ConfigOption, MeasuredIn, Overrides, Price, Profile, RunOptions, complete_config
 from flexrlhf.cli.working import working
 from flexrlhf.config.data_settings import MOST_TOKENS
-from flexrlhf.config.spec import MAX_LAG
-from flexrlhf.config.user_paths import check_output
+from flexrlhf.config.output_path import OutputPath
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.commands.basis import Basis
 from flexrlhf.placement.cluster import Cluster
@@ -51,7 +51,8 @@ ResponseTokens = Annotated[Count, typer.Option(min=1, max=MOST_TOKENS, help="max
 MeanResponse = Annotated[float | None, typer.Option(min=1, help="mean response length; default: the maximum")]
 Lengths = Annotated[Text, typer.Option(metavar="WHAT", help="response lengths instead, as of `simulate`")]
 MaxLag = Annotated[
-    Count, typer.Option(min=0, max=MAX_LAG, help="largest schedule.lag to choose; default: 1 is shown, none chosen")
+    Count,
+    typer.Option(min=0, max=Spec.MAX_LAG, help="largest schedule.lag to choose; default: 1 is shown, none chosen"),
 ]
 Prompts = Annotated[Count, typer.Option(min=1, help="prompts in a step; default: 512")]
 Samples = Annotated[Count, typer.Option(min=1, help="responses to each prompt; default: the algorithm's, 1 for PPO")]
@@ -159,7 +160,7 @@ def advise(
         lora=lora,
     )
     if output is not None:
-        check_output(output, "--output", "advised.yaml", is_advised, (config, cluster, profile))
+        OutputPath(output, "--output").check_file("advised.yaml", is_advised, (config, cluster, profile))
     is_as_trained = from_ is not None and config is None
     if is_as_trained and (options.given or set_ or per_operator):
         raise UserError(f"--from {from_}: decides on that run as it is; to change a setting, give a config, too")

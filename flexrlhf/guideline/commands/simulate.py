@@ -11,7 +11,7 @@ import typer
 
 from flexrlhf.cli.options import MeasuredIn, Price, Profile, RunOptions, with_run_options
 from flexrlhf.cli.planning import plan_runs
-from flexrlhf.config.user_paths import check_output
+from flexrlhf.config.output_path import OutputPath
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.commands.basis import Basis
 from flexrlhf.plan.suggestions import lack_text
@@ -72,7 +72,7 @@ def simulate(
     if steps != DEFAULT_STEPS and output is None:
         raise UserError(f"--steps {steps}: goes with --output, whose timeline has so many steps; give --output, too")
     if output is not None:
-        check_output(output, "--output", "trace.json", is_simulated, (*runs.paths, profile, against))
+        OutputPath(output, "--output").check_file("trace.json", is_simulated, (*runs.paths, profile, against))
     given = {"--lags": lags, "--segments": segments}
     several = [option for option, value in given.items() if value is not None]
     if several and (against or output):

@@ -12,8 +12,8 @@ import typer
 from flexrlhf.cli.options import Overrides, Price
 from flexrlhf.cli.working import working
 from flexrlhf.config.data_settings import MOST_TOKENS
+from flexrlhf.config.output_path import OutputPath
 from flexrlhf.config.plugins import load_plugin
-from flexrlhf.config.user_paths import check_output, check_output_directory, write_output
 from flexrlhf.guideline.commands.advise import (
     Engine,
     MeanResponse,
@@ -86,9 +86,9 @@ def size(
     from flexrlhf.guideline.simulation.usage import read_prices
 
     if output is not None:
-        check_output_directory(output, "--output")
+        OutputPath(output, "--output").check_directory()
     if markdown is not None:
-        check_output(markdown, "--markdown", "sizes.md", is_sizes)
+        OutputPath(markdown, "--markdown").check_file("sizes.md", is_sizes)
     page = None if html is None else load_plugin("options", "tables")(html, "sizes.html")
     others = AdviceOptions(
         prompt_tokens=prompt_tokens,
@@ -132,7 +132,7 @@ def size(
         _write_plans(output, sizes)
         typer.echo(f"\nwritten to {output}: flexrlhf plan {shlex.quote(str(output))}/NAME.yaml")
     if markdown is not None:
-        write_output(markdown, "--markdown", text.markdown())
+        OutputPath(markdown, "--markdown").write(text.markdown())
     if page is not None:
         page.write("Devices that a model needs", _sections(text), text.command)
 
@@ -153,7 +153,7 @@ def _write_plans(directory: Path, sizes: list[Size]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for plan in (plan for size in sizes for plan in size.plans):
         path = directory / plan.file_name
-        check_output(path, "--output", plan.file_name, is_advised)
+        OutputPath(path, "--output").check_file(plan.file_name, is_advised)
         write_advised(plan.chosen, path)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from flexrlhf.config.spec import MAX_LAG, Spec
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.simulation.inputs import TextLengths
@@ -88,7 +88,7 @@ def _check(plan: Plan, most_lag: int) -> None:
 
 def read_lags(text: str | None) -> list[int]:
     """Return the lags of ``--lags``; without it, 0 and 1. Raises UserError."""
-    return _numbers("0,1" if text is None else text, "--lags", 0, MAX_LAG)
+    return _numbers("0,1" if text is None else text, "--lags", 0, Spec.MAX_LAG)
 
 
 def read_segments(text: str | None, plan: Plan) -> list[int]:

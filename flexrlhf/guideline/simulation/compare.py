@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from flexrlhf.config.user_paths import instead_of, is_json
+from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import Simulation
 from flexrlhf.strategies.instructions import Run
@@ -77,7 +77,7 @@ def read_run(path: Path) -> list[Span]:
     """Return the spans of a run. Raises UserError for a file that is no timeline."""
     if not path.is_file():
         raise UserError(
-            f"--against {path}: no such file{instead_of(path, is_json)}; a run writes runs/<name>/timeline.json at its "
+            f"--against {path}: no such file{instead_of(path, '.json')}; a run writes runs/<name>/timeline.json at its "
             f"end"
         )
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from flexrlhf.config.engines import facts_of, is_engine
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.config.user_paths import instead_of, is_json
+from flexrlhf.config.user_paths import instead_of
 from flexrlhf.data.files import is_present
 from flexrlhf.errors import UserError
 from flexrlhf.guideline import costs
@@ -136,7 +136,7 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
             return CostSource(AnalyticCosts(), "figures of the device classes", FROM_FIGURES)
     if not profile.is_file():
         raise UserError(
-            f"--profile {profile}: no such file{instead_of(profile, is_json)}; `flexrlhf profile` writes one"
+            f"--profile {profile}: no such file{instead_of(profile, '.json')}; `flexrlhf profile` writes one"
         )
     return _by_measurements(profile, len(cluster.devices), f"measurements in {profile}")
 

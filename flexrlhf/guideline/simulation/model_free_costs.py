@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flexrlhf.config.reward_sources import FunctionSource, ModelSource, RewardSource, ServiceSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 from flexrlhf.operators.graph import Operator
@@ -33,18 +32,5 @@ def model_free_cost(costs: CostModel, spec: Spec, section: str, rows: int, width
     if not sources:
         return combined
     # all sources are called at once, so the slowest counts
-    called = (source for source in sources if not isinstance(source, ModelSource))
-    replies = max((_rounds(source, rows) * source.seconds for source in called), default=0.0)
+    replies = max(source.predicted_seconds(rows) for source in sources)
     return Cost({**combined.parts, "replies": replies})
-
-
-def _rounds(source: RewardSource, rows: int) -> int:
-    """Return the rounds of calls for ``rows`` responses; each round has as many calls as are made at a time."""
-    assert not isinstance(source, ModelSource), "a model is no call"
-    calls = -(-rows // source.batch_size)
-    match source:
-        case FunctionSource():
-            return -(-calls // source.workers)
-        case ServiceSource():
-            return -(-calls // source.concurrency)
-    return calls

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.config.spec import MAX_LAG
+from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.areal.algorithm import put_algorithm
@@ -188,9 +188,9 @@ def _devices(
     first, second = ((number, size // number) for number, size in zip(numbers, sizes, strict=True))
     put_apart(out, first, second, *sources)
     if lag is not None:
-        out.put("schedule.lag", min(MAX_LAG, int(lag.value)), lag)
-        if lag.value > MAX_LAG:
-            out.drop(lag, f"a lag is at most {MAX_LAG} steps")
+        out.put("schedule.lag", min(Spec.MAX_LAG, int(lag.value)), lag)
+        if lag.value > Spec.MAX_LAG:
+            out.drop(lag, f"a lag is at most {Spec.MAX_LAG} steps")
 
 
 def _engine(out: Translation, job: JobSettings, role: str, training: Backend, source: Setting | None) -> None:

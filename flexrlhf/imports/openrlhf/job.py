@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.errors import UserError
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import machines, other_roles, put_cluster, put_generating, put_gpus, put_vllm, span
@@ -23,7 +24,6 @@ from flexrlhf.imports.parts import (
     put_needed_model,
     put_optimizer,
     put_recomputation,
-    sizes_of,
     split_length,
 )
 from flexrlhf.imports.row_parts import drop_uses_of_rows, put_columns
@@ -41,7 +41,7 @@ from flexrlhf.imports.settings import JobSettings, Setting, is_false, read_scala
 from flexrlhf.imports.translation import Translation
 
 _ROLES = ("actor", "critic", "ref", "reward")
-_SIZES = sizes_of("openrlhf", "ppo")
+_SIZES = PEERS["openrlhf"].trainers["ppo"].sizes
 DEFAULTS: dict[str, Any] = {
     "rollout.batch_size": _SIZES["prompts_per_step"],
     "train.batch_size": _SIZES["num_mini_batches"],

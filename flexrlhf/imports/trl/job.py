@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from flexrlhf.config.presets.filling import router_loss_of
+from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.imports.adapter_parts import put_lora
@@ -146,7 +146,10 @@ def translate(
         put_supervised(out, job, name)
     if (routers := job.real("router_aux_loss_coef")) is not None:
         put_router_loss(out, routers)
-    elif name == "kto" and (own := router_loss_of(out.value("models.actor.init"))) is not None:
+    elif (
+        name == "kto"
+        and (own := PEERS["trl"].trainers["sft"].router_loss({"init": out.value("models.actor.init")})) is not None
+    ):
         out.put("models.actor.router_aux_loss_coef", own, "router_aux_loss_coef: the architecture's (TRL's default)")
     put_rows(out, job)
     put_optimizer(out, job, role, _OPTIMIZER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.errors import UserError
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import (
@@ -24,7 +25,6 @@ from flexrlhf.imports.parts import (
     put_name,
     put_needed_model,
     put_optimizer,
-    sizes_of,
     split_length,
     updates_of,
 )
@@ -45,7 +45,7 @@ from flexrlhf.imports.verl.splits import (
 )
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
-_SIZES = sizes_of("verl", "ppo")
+_SIZES = PEERS["verl"].trainers["ppo"].sizes
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": _SIZES["prompts_per_step"],
     "data.max_prompt_length": 512,
@@ -62,7 +62,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """Of ``verl/trainer/config/_generated_ppo_trainer.yaml``; the algorithm has its own by ``like: verl``."""
 SFT_DEFAULTS: dict[str, Any] = {
-    "data.train_batch_size": sizes_of("verl", "sft")["prompts_per_step"],
+    "data.train_batch_size": PEERS["verl"].trainers["sft"].sizes["prompts_per_step"],
     "data.max_length": 1024,
     "data.max_token_len_per_gpu": 8192,
     "data.use_dynamic_bsz": True,

@@ -27,7 +27,7 @@ from flexrlhf.launch.terms import Terms
 from flexrlhf.placement.hosts import HostPort, Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS
-from flexrlhf.signals import Ending, StopSignal, end_by_another, handled
+from flexrlhf.signals import Ending, StopSignal, handled
 from flexrlhf.text import ranks_text
 
 PREFIXES = (
@@ -306,7 +306,7 @@ class _Signals:
     def __init__(self) -> None:
         self.failure = ""
         self._pending: list[int] | None = None
-        self._end, self._silence_command = Ending(), end_by_another()
+        self._end, self._silence_command = Ending(), Ending.silencer()
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """End the driver, or add the signal to the ones for the nodes."""
