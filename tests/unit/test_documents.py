@@ -363,7 +363,7 @@ def test_python_runs(block: Block, directory: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_blocks_say_what_they_are() -> None:
-    known = ("bash", "console", "python", "text", "yaml")
+    known = ("bash", "console", "python", "text", "toml", "yaml")
     assert [block.place for block in BLOCKS if block.language not in known] == []
 
 
