@@ -16,7 +16,7 @@ from flexrlhf.report.page import Page, Section, Table, is_own_page, render
 from flexrlhf.report.reported_run import ReportedRun, plan_of_run, predict, predict_run
 from flexrlhf.report.sections import plan_page, run_page
 from flexrlhf.runs.file_reader import without_surrogates
-from flexrlhf.runs.run_contents import CONFIG, METRICS, RunContents, read_contents
+from flexrlhf.runs.run_contents import CONFIG, METRICS_FILE, RunContents, read_contents
 from flexrlhf.text import bytes_text
 
 
@@ -47,7 +47,7 @@ def check_page_path(path: Path, option: str, inputs: Sequence[Path] = ()) -> Non
 
 def write_report(directories: Sequence[Path], path: Path, profile: Path | None) -> WrittenPage:
     """Write the page of the runs in ``directories``. Raises UserError for one without a run."""
-    check_page_path(path, "--output", [each / name for each in directories for name in (CONFIG, METRICS)])
+    check_page_path(path, "--output", [each / name for each in directories for name in (CONFIG, METRICS_FILE)])
     if profile is not None and not profile.is_file():
         raise UserError(
             f"--profile {profile}: no such file{instead_of(profile, '.json')}; `flexrlhf profile` writes one"

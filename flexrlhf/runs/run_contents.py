@@ -20,7 +20,8 @@ from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.text import counted, shortened
 from flexrlhf.timeline import Span, Trace
 
-CONFIG, PLAN, METRICS, SAMPLES, TRACE = "config.yaml", "plan.txt", "metrics.jsonl", "samples.jsonl", "timeline.json"
+CONFIG, PLAN, METRICS_FILE = "config.yaml", "plan.txt", "metrics.jsonl"
+SAMPLES, TRACE = "samples.jsonl", "timeline.json"
 MOST_FAILURES = 8
 """Reasons of a failed run that are shown."""
 MOST_OF_FAILURE, MOST_CHARACTERS = 2000, 1_000_000
@@ -79,7 +80,7 @@ def read_contents(directory: Path) -> RunContents:
     check_run_directory(directory)
     files, run = FileReader(directory), RunDirectory(directory)
     yaml, spec = _read_config(files)
-    rows = files.rows(METRICS, METRIC_ROW, MetricTable, MetricTable())
+    rows = files.rows(METRICS_FILE, METRIC_ROW, MetricTable, MetricTable())
     none: Iterable[LineFields] = ()
     samples = files.rows(SAMPLES, SAMPLE_ROW, _checked, none)
     spans, facts = _read_timeline(files, run)
@@ -136,7 +137,7 @@ def check_run_directory(directory: Path) -> None:
     if not RunDirectory(directory).is_there:
         inside = [str(each) for each in _runs_in(directory)]
         hint = f"; give one of {', '.join(inside[:4])}" if inside else ""
-        raise UserError(f"run {directory}: no run in it, neither {CONFIG} with status.json nor {METRICS}{hint}")
+        raise UserError(f"run {directory}: no run in it, neither {CONFIG} with status.json nor {METRICS_FILE}{hint}")
 
 
 def _runs_in(directory: Path) -> list[Path]:
@@ -253,7 +254,7 @@ def read_steps(directory: Path) -> RecordedSteps:
     if contents.spec is None:
         raise UserError(f"run {directory}: its {CONFIG} is missing or cannot be read ({'; '.join(contents.notes)})")
     if not contents.rows:
-        raise UserError(f"run {directory}: no step in its {METRICS}; wait for the first one, or run it again")
+        raise UserError(f"run {directory}: no step in its {METRICS_FILE}; wait for the first one, or run it again")
     spec, graph = contents.spec, make_graph(contents.spec)
     lines = FileReader(directory).value(PLAN, _text, "").splitlines()
     return RecordedSteps(

@@ -18,7 +18,7 @@ from flexrlhf.launch.session import Session
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.reported_run import plan_of_run
 from flexrlhf.runs.metric_table import MetricTable
-from flexrlhf.runs.run_contents import METRICS, read_contents
+from flexrlhf.runs.run_contents import METRICS_FILE, read_contents
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Instruction, Move, Run
 
@@ -103,7 +103,7 @@ def test_the_report_of_a_session_has_the_last_step_as_it_was_called(tmp_path: Pa
         for number, of_step in enumerate(steps):
             messages = [{"do": "call", **call.message} for call in of_step]
             file.write(json.dumps({"step": number, "calls": messages}) + "\n")
-    (tmp_path / METRICS).write_text('{"step": 0}\n{"step": 1}\n')
+    (tmp_path / METRICS_FILE).write_text('{"step": 0}\n{"step": 1}\n')
     contents = replace(read_contents(tmp_path), spec=plan.spec)
     called, notes = plan_of_run(contents)
     assert called is not None and not notes
