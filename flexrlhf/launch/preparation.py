@@ -12,7 +12,7 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.free_space import check_free_space
+from flexrlhf.runs.free_space import DiskDemand
 from flexrlhf.runs.logger import check_loggers
 from flexrlhf.runs.resume import Resumption, is_finished, keep_runs, resume_runs, resumed
 
@@ -82,7 +82,7 @@ def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = 
             prepare_corpus()
         check_runs(plans)
     if hosts.is_first:
-        check_free_space(runs)
+        DiskDemand.check(runs)
         for plan in plans:
             check_loggers(plan.spec)
     return Job(tuple(runs), hosts, device, starter)

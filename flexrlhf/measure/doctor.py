@@ -32,7 +32,7 @@ from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import cpu_builds, needed_requirements
-from flexrlhf.runs.free_space import disk_demands
+from flexrlhf.runs.free_space import DiskDemand
 from flexrlhf.runs.resume import Resumption
 from flexrlhf.user_code.process_directories import process_directory
 
@@ -133,7 +133,7 @@ def host_facts(runs: Sequence[Resumption], hosts: Hosts) -> HostFacts:
         memory=available_memory(_MEMORY.read_text(), _CGROUP),
         shared=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         open_files=_open_files(),
-        disk=united("disk space", map(check_disk, disk_demands(runs))),
+        disk=united("disk space", map(check_disk, DiskDemand.of(runs))),
     )
 
 

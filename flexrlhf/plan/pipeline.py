@@ -1,6 +1,6 @@
 """The planning pipeline: from a spec to a plan, in stages that runs, suggestions and the advisor's space share.
 
-    spec ── resolve ──> models, roles ── place ──> placement ── plan_on ──> graph that runs, schedule, groups, memory
+    spec ── of ──> models, roles ── place ──> placement ── plan ──> graph that runs, schedule, groups, memory
 
 All of it is pure: the same spec gives the same plan on every rank, and no plan is sent between ranks.
 """
@@ -74,6 +74,23 @@ class ResolvedSpec:
     cluster: Cluster
     choice: str = ""
 
+    @classmethod
+    def of(cls, spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> ResolvedSpec:
+        """Make the graph of ``spec`` and fill in its models and the engine that generates.
+
+        ``pending``, ``obstacle``: as of ``make_plan``. Raises UserError for models and settings that do not go with it.
+        """
+        spec = with_snapshots(spec)
+        graph = make_graph(spec)
+        if shares_reference(spec, graph):
+            spec = with_shared_reference(spec)
+            graph = make_graph(spec)
+        check_evaluation(graph, spec)
+        cluster = Cluster.of(spec.cluster)
+        spec = with_device_sizes(resolve_models(spec, graph, pending), cluster)
+        spec, choice = with_rollout_engine(spec, graph, cluster, pending or {}, obstacle)
+        return cls(with_parity_limits(spec), graph, cluster, choice)
+
     @property
     def roles(self) -> Roles:
         """Roles to place; the one that generates has a rollout engine where the spec names one."""
@@ -89,6 +106,45 @@ class ResolvedSpec:
         operators = placeable_graph(self.graph, self.spec, shadowed).operators
         calls = [operator for operator in operators if operator.call is not None]
         return place_operators(self.spec, calls, self.roles, self.cluster)
+
+    def plan(
+        self,
+        placement: Placement,
+        shapes: dict[str, ModelShape],
+        known: Sizing | None = None,
+        only: int | None = None,
+    ) -> Plan:
+        """Return the plan under ``placement``. Raises UserError if strategy or engines refuse it.
+
+        ``known``: sizes of another plan, of which those of models that are the same are taken over.
+        ``only``: the rank whose memory is wanted.
+        """
+        spec = self.spec
+        strategy = Strategy.choose(spec, placement)
+        graph = run_graph(self.graph, spec, placement)
+        placement = with_starts(with_protocols(placement, graph, spec), roles_that_keep_starts(spec, graph))
+        check_operators(graph, placement, is_evaluated=spec.eval is not None)
+        lengths, on_gpus = run_lengths(spec, graph, shapes), spec.cluster.device != "cpu"
+        generates = {placement.copy_for(each).name for each in graph.operators if each.kind == "generate"}
+        check_models(placement, shapes, self.cluster, lengths, generates, on_gpus)
+        batch = BatchShape.of(spec)
+        instructions = tuple(Strategy.ALL[strategy].order(graph, placement, batch, spec))
+        plan = Plan(
+            spec=spec,
+            cluster=self.cluster,
+            graph=graph,
+            placement=placement,
+            strategy=strategy,
+            schedule=Schedule(instructions, max((i.lag for i in instructions), default=0)),
+            batch=batch,
+            lengths=lengths,
+            shapes=shapes,
+            groups=tuple(_groups(placement, instructions, spec.debug)),
+            choice=self.choice,
+        )
+        if known is not None:
+            plan.sizing.take_over(known)
+        return with_residency(plan, only)
 
 
 def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
@@ -118,73 +174,16 @@ def placeable_graph(graph: Graph, spec: Spec, shadowed: Collection[str]) -> Grap
     return with_episodes(with_attempts(with_segments(graph, spec), spec), spec)
 
 
-def resolve(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> ResolvedSpec:
-    """Make the graph of ``spec`` and fill in its models and the engine that generates.
-
-    ``pending``, ``obstacle``: as of ``make_plan``. Raises UserError for models and settings that do not go with it.
-    """
-    spec = with_snapshots(spec)
-    graph = make_graph(spec)
-    if shares_reference(spec, graph):
-        spec = with_shared_reference(spec)
-        graph = make_graph(spec)
-    check_evaluation(graph, spec)
-    cluster = Cluster.of(spec.cluster)
-    spec = with_device_sizes(resolve_models(spec, graph, pending), cluster)
-    spec, choice = with_rollout_engine(spec, graph, cluster, pending or {}, obstacle)
-    return ResolvedSpec(with_parity_limits(spec), graph, cluster, choice)
-
-
-def plan_on(
-    resolved: ResolvedSpec,
-    placement: Placement,
-    shapes: dict[str, ModelShape],
-    known: Sizing | None = None,
-    only: int | None = None,
-) -> Plan:
-    """Return the plan of ``resolved`` under ``placement``. Raises UserError if strategy or engines refuse it.
-
-    ``known``: sizes of another plan, of which those of models that are the same are taken over.
-    ``only``: the rank whose memory is wanted.
-    """
-    spec = resolved.spec
-    strategy = Strategy.choose(spec, placement)
-    graph = run_graph(resolved.graph, spec, placement)
-    placement = with_starts(with_protocols(placement, graph, spec), roles_that_keep_starts(spec, graph))
-    check_operators(graph, placement, is_evaluated=spec.eval is not None)
-    lengths, on_gpus = run_lengths(spec, graph, shapes), spec.cluster.device != "cpu"
-    generates = {placement.copy_for(each).name for each in graph.operators if each.kind == "generate"}
-    check_models(placement, shapes, resolved.cluster, lengths, generates, on_gpus)
-    batch = BatchShape.of(spec)
-    instructions = tuple(Strategy.ALL[strategy].order(graph, placement, batch, spec))
-    plan = Plan(
-        spec=spec,
-        cluster=resolved.cluster,
-        graph=graph,
-        placement=placement,
-        strategy=strategy,
-        schedule=Schedule(instructions, max((i.lag for i in instructions), default=0)),
-        batch=batch,
-        lengths=lengths,
-        shapes=shapes,
-        groups=tuple(_groups(placement, instructions, spec.debug)),
-        choice=resolved.choice,
-    )
-    if known is not None:
-        plan.sizing.take_over(known)
-    return with_residency(plan, only)
-
-
 def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> Plan:
     """Plan a run. ``pending``: directory → model, for models that an earlier run of the same command will write there.
 
     ``obstacle``: why vLLM cannot generate, if that follows from an earlier run. Raises UserError for everything that a
     user can mend: models, placement, strategy, engine.
     """
-    resolved = resolve(spec, pending, obstacle)
+    resolved = ResolvedSpec.of(spec, pending, obstacle)
     check_tokenizers(resolved.spec, resolved.graph, pending or {})
     placement = resolved.place()
-    plan = plan_on(resolved, placement, model_shapes(resolved.spec, resolved.graph, pending or {}))
+    plan = resolved.plan(placement, model_shapes(resolved.spec, resolved.graph, pending or {}))
     _check_warmup(plan)
     return plan
 

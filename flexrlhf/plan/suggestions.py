@@ -20,7 +20,7 @@ from flexrlhf.operators.graph import Graph
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.cache_size import unsized_spec
 from flexrlhf.plan.changes import Changes, SettingChange, changed_spec, changes_on
-from flexrlhf.plan.pipeline import ResolvedSpec, plan_on
+from flexrlhf.plan.pipeline import ResolvedSpec
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import bytes_text
 
@@ -219,7 +219,7 @@ def replanned(plan: Plan, graph: Graph, changes: Changes, only: int | None = Non
             role = change.setting.split(".")[1]
             shapes[role] = shapes[role].with_adapters(role, change.value)
     resolved = ResolvedSpec(changed_spec(unsized_spec(plan), changes), graph, plan.cluster)
-    return plan_on(resolved, resolved.place(), shapes, plan.sizing, only)
+    return resolved.plan(resolved.place(), shapes, plan.sizing, only)
 
 
 def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:

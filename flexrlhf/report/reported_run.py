@@ -15,7 +15,7 @@ from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.lengths import read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.plan.models import model_shapes
-from flexrlhf.plan.pipeline import ResolvedSpec, plan_on, resolve
+from flexrlhf.plan.pipeline import ResolvedSpec
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.step_times import StepTime, last_steps, settled_steps, step_times
@@ -150,9 +150,9 @@ def plan_of_run(contents: RunContents) -> tuple[Plan | None, tuple[str, ...]]:
         return None, ()
     spec = _with_present_paths(contents.spec, contents.directory)
     try:
-        resolved = resolve(spec)
+        resolved = ResolvedSpec.of(spec)
         shapes, missing = _known_shapes(resolved)
-        plan = plan_on(resolved, resolved.place(), shapes)
+        plan = resolved.plan(resolved.place(), shapes)
     except UserError as error:
         return None, (f"the plan cannot be made again: {error}",)
     try:

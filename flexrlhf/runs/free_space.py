@@ -34,6 +34,20 @@ class DiskNeed:
     models: int
     on_signal: bool = False
 
+    @classmethod
+    def of(cls, plan: Plan) -> DiskNeed:
+        """Return the bytes that the run of ``plan`` writes; a model of an architecture yet unknown counts nothing."""
+        settings = plan.spec.checkpoint
+        written = 0 if settings.every is None else -(-plan.spec.steps // settings.every)
+        return cls(
+            plan.spec.name,
+            plan.spec.directory,
+            _checkpoint_bytes(plan),
+            min(written, settings.keep_last + 1),
+            _model_bytes(plan),
+            on_signal=settings.on_signal and not written,
+        )
+
     @property
     def total(self) -> int:
         """Bytes without a checkpoint that only a signal writes."""
@@ -51,20 +65,6 @@ class DiskNeed:
         many = "checkpoint" if self.num_checkpoints == 1 else "checkpoints"
         checkpoints = f"{self.num_checkpoints} {many} of {bytes_text(self.checkpoint)}"
         return f"{text} ({checkpoints}, models of {bytes_text(self.models)})"
-
-
-def planned_disk(plan: Plan) -> DiskNeed:
-    """Return the bytes that the run of ``plan`` writes; a model of an architecture yet unknown counts nothing."""
-    settings = plan.spec.checkpoint
-    written = 0 if settings.every is None else -(-plan.spec.steps // settings.every)
-    return DiskNeed(
-        plan.spec.name,
-        plan.spec.directory,
-        _checkpoint_bytes(plan),
-        min(written, settings.keep_last + 1),
-        _model_bytes(plan),
-        on_signal=settings.on_signal and not written,
-    )
 
 
 def _checkpoint_bytes(plan: Plan) -> int:
@@ -104,6 +104,28 @@ class DiskDemand:
     needs: tuple[DiskNeed, ...]
     written: int
 
+    @classmethod
+    def of(cls, runs: Sequence[Resumption]) -> list[DiskDemand]:
+        """Return the demands of ``runs``, for each file system."""
+        by_device: dict[int, DiskDemand] = {}
+        for run in runs:
+            place, need = present_directory(run.plan.spec.directory), DiskNeed.of(run.plan)
+            written = min(need.total, sum(_written(run))) if run.continues else 0
+            device, new = os.stat(place).st_dev, cls(place, shutil.disk_usage(place).free, (), 0)
+            found = by_device.get(device, new)
+            by_device[device] = replace(found, needs=(*found.needs, need), written=found.written + written)
+        return list(by_device.values())
+
+    @classmethod
+    def check(cls, runs: Sequence[Resumption]) -> None:
+        """Raise UserError if a file system lacks space for the checkpoints and models that ``runs`` will write."""
+        for demand in cls.of(runs):
+            if demand.missing:
+                raise UserError(
+                    f"runs: {demand.text}, {bytes_text(demand.missing)} too little; free space, set runs: to another "
+                    f"directory, or reduce checkpoint.keep_last"
+                )
+
     @property
     def missing(self) -> int:
         """Bytes that are not free; 0 if there is enough."""
@@ -124,28 +146,6 @@ class DiskDemand:
 def present_directory(path: Path) -> Path:
     """Return ``path``, or the nearest directory above it that exists."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.isdir(each))
-
-
-def disk_demands(runs: Sequence[Resumption]) -> list[DiskDemand]:
-    """Return the demands of ``runs``, for each file system."""
-    by_device: dict[int, DiskDemand] = {}
-    for run in runs:
-        place, need = present_directory(run.plan.spec.directory), planned_disk(run.plan)
-        written = min(need.total, sum(_written(run))) if run.continues else 0
-        device, new = os.stat(place).st_dev, DiskDemand(place, shutil.disk_usage(place).free, (), 0)
-        found = by_device.get(device, new)
-        by_device[device] = replace(found, needs=(*found.needs, need), written=found.written + written)
-    return list(by_device.values())
-
-
-def check_free_space(runs: Sequence[Resumption]) -> None:
-    """Raise UserError if a file system lacks space for the checkpoints and models that ``runs`` will write."""
-    for demand in disk_demands(runs):
-        if demand.missing:
-            raise UserError(
-                f"runs: {demand.text}, {bytes_text(demand.missing)} too little; free space, set runs: to another "
-                f"directory, or reduce checkpoint.keep_last"
-            )
 
 
 def _written(run: Resumption) -> Iterator[int]:

@@ -43,6 +43,7 @@ from flexrlhf.guideline.advice.request import (
     nodes_of_eight,
     read_nodes,
 )
+from flexrlhf.guideline.advice.request_changes import enlarged
 from flexrlhf.guideline.advice.rules_text import contradictions
 from flexrlhf.guideline.advice.searched_step import FORBIDDEN
 from flexrlhf.guideline.advice.space import Space, make_space, with_schedule
@@ -59,7 +60,6 @@ from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.plan.changes import enlarged
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.strategies.instructions import Offload

@@ -10,7 +10,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.plan.models import CRITIC_RATE
-from flexrlhf.plan.pipeline import resolve
+from flexrlhf.plan.pipeline import ResolvedSpec
 
 ROLES = ("actor", "critic", "ref", "reward")
 TRAINING = (
@@ -138,7 +138,7 @@ def test_a_dumped_spec_loads_as_the_same_spec(short: bool, like: str) -> None:
     resolved = planned(*overrides)
     loaded = Spec.parse(read_yaml(resolved.dump(short)))
     # the short form lacks the chosen settings
-    assert (resolve(loaded).spec if short else loaded) == resolved
+    assert (ResolvedSpec.of(loaded).spec if short else loaded) == resolved
 
 
 def test_a_dumped_role_has_what_differs_from_all() -> None:

@@ -11,7 +11,7 @@ from test_simulate import Fixed
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.operators.graph import Operator
-from flexrlhf.plan.pipeline import resolve
+from flexrlhf.plan.pipeline import ResolvedSpec
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.rollout_engine import with_rollout
@@ -106,7 +106,7 @@ def test_where_log_probs_come_from(placement: Any, overrides: tuple[str, ...], s
 @pytest.mark.parametrize("settings", [(), (GRPO,), (NO_KL,), ("algorithm.name=ac-share", "models.critic=null")])
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_to_recompute_changes_no_graph(settings: tuple[str, ...], is_remote: bool) -> None:
-    resolved = resolve(spec_of(None, 2, *settings, RECOMPUTE))
+    resolved = ResolvedSpec.of(spec_of(None, 2, *settings, RECOMPUTE))
     assert with_rollout(resolved.graph, resolved.spec, is_remote) == resolved.graph
 
 

@@ -16,7 +16,7 @@ from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.objectives.parity import Difference, ParityError, naming_tokens
-from flexrlhf.plan.pipeline import resolve
+from flexrlhf.plan.pipeline import ResolvedSpec
 
 STATISTICS = ("parity_mean", "parity_p999", "parity_max")
 MASK = mask_of("1110", "1000", "0000", "1111")
@@ -217,7 +217,7 @@ def test_what_the_gate_allows_follows_from_the_types(
     actor: str, rollout: str, limits: tuple[float | None, float | None, float]
 ) -> None:
     spec = spec_of(None, 1, f"rollout={rollout}", "rollout.engine=vllm", f"models.actor.dtype={actor}")
-    parity = resolve(spec).spec.rollout.parity
+    parity = ResolvedSpec.of(spec).spec.rollout.parity
     assert parity is not None
     assert (parity.max_difference, parity.p999_difference, parity.mean_difference) == limits
 
@@ -225,14 +225,14 @@ def test_what_the_gate_allows_follows_from_the_types(
 def test_what_the_gate_allows_follows_from_types_that_are_not_written() -> None:
     """On devices that compute in it, models without a type are in bfloat16."""
     spec = spec_of(None, 1, "cluster={nodes: [{devices: 1, class: A100-80G}]}", "rollout.engine=vllm")
-    parity = resolve(spec).spec.rollout.parity
+    parity = ResolvedSpec.of(spec).spec.rollout.parity
     assert parity is not None
     assert (parity.max_difference, parity.p999_difference, parity.mean_difference) == (None, 1.0, 0.05)
 
 
 def test_no_gate_stays_none() -> None:
     spec = spec_of(None, 1, "rollout={engine: vllm, parity: null}")
-    assert resolve(spec).spec.rollout.parity is None
+    assert ResolvedSpec.of(spec).spec.rollout.parity is None
 
 
 def test_16_bit_log_probs_are_compared_in_full() -> None:

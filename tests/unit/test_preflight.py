@@ -42,7 +42,7 @@ from flexrlhf.measure.network import partner_of, rounds_of_pairs
 from flexrlhf.memory.transfer_bytes import saved_bytes
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import needed_extras, needed_libraries
-from flexrlhf.runs.free_space import check_free_space, disk_demands, planned_disk, present_directory
+from flexrlhf.runs.free_space import DiskDemand, DiskNeed, present_directory
 from flexrlhf.runs.resume import Resumption
 
 OK = Check("disk space", "ok", "enough")
@@ -322,16 +322,16 @@ def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
 def test_planned_files_are_counted() -> None:
     """Two checkpoints are kept while a third is written; a run of few steps writes fewer."""
     many = plan_of(None, 2, "checkpoint.every=1", "steps=9", "save.every=1")
-    need = planned_disk(many)
+    need = DiskNeed.of(many)
     sizes = [saved_bytes(many.placement[role], many.shapes[role]) for role in ("actor", "critic")]
     # float32 weights and two moments of each
     assert need.checkpoint == 3 * sum(sizes)
     assert need.models == sum(sizes) + max(sizes) and need.num_checkpoints == 3
     assert need.total == 3 * need.checkpoint + need.models
-    assert planned_disk(plan_of(None, 2, "steps=9", "save={every: 2, keep: true}")).models == 5 * sum(sizes)
-    once = planned_disk(plan_of(None, 2, "checkpoint.every=5", "steps=6"))
+    assert DiskNeed.of(plan_of(None, 2, "steps=9", "save={every: 2, keep: true}")).models == 5 * sum(sizes)
+    once = DiskNeed.of(plan_of(None, 2, "checkpoint.every=5", "steps=6"))
     assert once.num_checkpoints == 2 and once.models == sum(sizes)
-    on_signal = planned_disk(plan_of())
+    on_signal = DiskNeed.of(plan_of())
     assert on_signal.num_checkpoints == 0 and on_signal.with_signal - on_signal.total == need.checkpoint
 
 
@@ -349,7 +349,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_too_small_is_refused_before_the_work(small_disk: Path) -> None:
     large = plan_of(None, 2, f"runs={small_disk}/runs", "checkpoint.every=1", "models.actor.init.hidden_size=64")
     with pytest.raises(UserError) as caught:
-        check_free_space([Resumption(large)])
+        DiskDemand.check([Resumption(large)])
     sentence = str(caught.value)
     assert sentence.startswith("runs: test needs ") and f"{small_disk} has 65.5 kB free, " in sentence
     assert sentence.endswith("checkpoint.keep_last") and not (small_disk / "runs").exists()
@@ -360,7 +360,7 @@ def test_what_a_run_has_written_counts_as_free(tmp_path: Path) -> None:
     folder = tmp_path / "test" / "checkpoints" / "step-000001"
     folder.mkdir(parents=True)
     (folder / "weights").write_bytes(bytes(1000))
-    (anew,), (goes_on,) = disk_demands([Resumption(run)]), disk_demands([Resumption(run, continues=True)])
+    (anew,), (goes_on,) = DiskDemand.of([Resumption(run)]), DiskDemand.of([Resumption(run, continues=True)])
     assert (anew.written, goes_on.written) == (0, 1000)
     assert replace(goes_on, free=anew.needs[0].total - 1000).missing == 0
     assert replace(anew, free=anew.needs[0].total - 1000).missing == 1000

@@ -19,7 +19,7 @@ from flexrlhf.placement.layout import Layout, received_share
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.model_checks import check_run_engines
 from flexrlhf.plan.overlap import overlapping_operators
-from flexrlhf.plan.pipeline import resolve
+from flexrlhf.plan.pipeline import ResolvedSpec
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.rollout_engine import with_rollout
@@ -407,7 +407,7 @@ def test_a_cut_distribution_goes_without_a_gate() -> None:
 
 
 def graph_of(*overrides: str, is_remote: bool) -> Graph:
-    resolved = resolve(spec_of(None, 2, *overrides))
+    resolved = ResolvedSpec.of(spec_of(None, 2, *overrides))
     return with_rollout(resolved.graph, resolved.spec, is_remote)
 
 

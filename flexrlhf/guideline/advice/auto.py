@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
+from flexrlhf.guideline.advice.request_changes import OF_MODELS
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.changes import OF_MODELS
 from flexrlhf.strategies.strategy import Strategy
 
 if TYPE_CHECKING:

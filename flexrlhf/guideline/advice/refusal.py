@@ -18,6 +18,13 @@ from flexrlhf.guideline.advice.candidates import (
     offload_sets,
     offloaded_spaces,
 )
+from flexrlhf.guideline.advice.request_changes import (
+    RequestChange,
+    fixed_settings,
+    opening_changes,
+    paired_changes,
+    request_changes,
+)
 from flexrlhf.guideline.advice.searched_step import is_allowed
 from flexrlhf.guideline.advice.space import (
     Space,
@@ -29,15 +36,7 @@ from flexrlhf.guideline.advice.space import (
 from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import UNLIMITED, MeshShape, SearchProblem
-from flexrlhf.plan.changes import (
-    Changes,
-    RequestChange,
-    changed_spec,
-    fixed_settings,
-    opening_changes,
-    paired_changes,
-    request_changes,
-)
+from flexrlhf.plan.changes import Changes, changed_spec
 from flexrlhf.strategies.strategy import Strategy
 from flexrlhf.text import bytes_text
 

@@ -14,10 +14,11 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import SECONDS, advise, with_kind
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate, Method
 from flexrlhf.guideline.advice.choice import Advice
+from flexrlhf.guideline.advice.request_changes import OF_MODELS
 from flexrlhf.guideline.simulation.measured_run import MeasuredRun
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.placement.cluster import Cluster
-from flexrlhf.plan.changes import OF_MODELS, SettingChange, changed_spec
+from flexrlhf.plan.changes import SettingChange, changed_spec
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted, ranks_text
 

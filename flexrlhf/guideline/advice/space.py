@@ -40,7 +40,7 @@ from flexrlhf.placement.placed import ModelName
 from flexrlhf.placement.rollout import rollout_settings
 from flexrlhf.plan.models import model_shapes
 from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
-from flexrlhf.plan.pipeline import resolve
+from flexrlhf.plan.pipeline import ResolvedSpec
 from flexrlhf.strategies.strategy import Strategy
 
 CHUNKS = (1, 2, 4, 8)
@@ -274,7 +274,7 @@ def make_space(
     of_operators:  whether operators will be placed, so that a role may generate with another engine than its own.
     known:         enumerators of earlier spaces: one with the same options is used, else this space's is added.
     """
-    resolved = resolve(spec, pending, obstacle)
+    resolved = ResolvedSpec.of(spec, pending, obstacle)
     graph, longest = resolved.graph, spec.lengths
     spec = with_types_of_stages(spec, resolved.spec, resolved.cluster)
     texts = lengths or TextLengths(longest.prompt, (longest.response,))

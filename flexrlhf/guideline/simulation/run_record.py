@@ -8,7 +8,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.measured_run import MeasuredRun, RunRecord
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.free_space import planned_disk
+from flexrlhf.runs.free_space import DiskNeed
 from flexrlhf.runs.run_contents import RunContents, read_contents
 from flexrlhf.runs.run_directory import RunDirectory
 
@@ -43,5 +43,5 @@ def restart_seconds(run: MeasuredRun) -> float:
             f"run {directory}: its status.json has no start_seconds, so that the time of a restart is not known; it is "
             f"of an older version"
         )
-    copies = 2 * run.source.costs.save(planned_disk(plan).checkpoint).seconds
+    copies = 2 * run.source.costs.save(DiskNeed.of(plan).checkpoint).seconds
     return status.start_seconds + copies + run.warm_up
