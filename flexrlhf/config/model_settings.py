@@ -338,6 +338,11 @@ class ModelSpec(StrictModel):
             dropped["offload_parameters"] = False
         return self.model_copy(update={**own, **dropped})
 
+    @property
+    def goes_on_adapters(self) -> bool:
+        """Whether a model with these settings, which are resolved, goes on training the adapters in its path."""
+        return self.lora is not None and self.lora.new is False
+
 
 LAYOUT_SETTINGS = ("engine", "zero", "shard", "tp", "pp", "cp", "ep")
 """Settings by which a model lies on its ranks."""

@@ -45,7 +45,6 @@ from flexrlhf.weights.adapter_files import (
     adapter_layers,
     base_model,
     frozen_model,
-    goes_on,
     has_adapters,
     stored_adapters,
 )
@@ -101,7 +100,7 @@ def add_parts(model: PreTrainedModel, placed: PlacedModel) -> None:
     """
     if placed.settings.lora is not None:
         _add_adapters(model, placed.settings.lora)
-    if goes_on(placed.settings):
+    if placed.settings.goes_on_adapters:
         _read_adapters(model, placed)
     if placed.head == "both":
         # last: so the random numbers of the other weights, and the layers with adapters, are as without it

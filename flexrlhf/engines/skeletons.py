@@ -21,7 +21,7 @@ from flexrlhf.engines.offloaded_activations import checkpoint_layers
 from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader, StoredPieces
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.adapter_files import base_model, goes_on, stored_adapters
+from flexrlhf.weights.adapter_files import base_model, stored_adapters
 from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.model_files import StoredTensor, named_as, stored_tensors
@@ -125,7 +125,7 @@ def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, 
     shapes = {each.name: each.shape for of_parameter in pieces.values() for each in of_parameter}
     shapes |= {name: tuple(bias.shape) for name, bias in router_biases(model).items()}
     found = named_as(stored_tensors(f"models.{placed.role}.path", Path(path)), shapes)
-    if goes_on(settings) and ParameterName.SCALAR_HEAD in stored_adapters(placed.role, settings.path):
+    if settings.goes_on_adapters and ParameterName.SCALAR_HEAD in stored_adapters(placed.role, settings.path):
         found.pop(ParameterName.SCALAR_HEAD, None)
     missing = set(shapes) - set(found)
     if missing - ({ParameterName.SCALAR_HEAD} if may_lack_head(placed) else set()) or not _fit(model, shapes, found):

@@ -23,7 +23,7 @@ from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_family
 from flexrlhf.plan.score_sources import SECTIONS
-from flexrlhf.weights.adapter_files import adapters_in, goes_on, has_adapters, stored_adapters
+from flexrlhf.weights.adapter_files import adapters_in, has_adapters, stored_adapters
 from flexrlhf.weights.model_files import check_stored
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
@@ -201,7 +201,7 @@ def _written_otherwise(lora: LoraSpec, stored: LoraSpec) -> list[str]:
 def roles_that_keep_starts(spec: Spec, graph: Graph) -> frozenset[str]:
     """Return the roles with a frozen copy of the adapters that they go on training: a reference computes with it."""
     found = {operator.role for operator in graph.operators if not operator.adapters}
-    return frozenset(role for role in found if (model := spec.models.of(role)) is not None and goes_on(model))
+    return frozenset(role for role in found if (model := spec.models.of(role)) is not None and model.goes_on_adapters)
 
 
 def with_starts(placement: Placement, roles: Collection[str]) -> Placement:

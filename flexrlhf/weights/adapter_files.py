@@ -63,7 +63,7 @@ def frozen_model(role: str, model: ModelSpec) -> ModelSpec:
     """Return ``model`` with the path of what its adapters change: without the ones that it goes on training, unless
     an earlier run of the command is to write these.
     """
-    if not goes_on(model) or not has_adapters(model.path):
+    if not model.goes_on_adapters or not has_adapters(model.path):
         return model
     return model.model_copy(update={"path": _base_path(role, str(model.path))})
 
@@ -75,11 +75,6 @@ def adapter_layers(path: str | None) -> list[str]:
         layers.insert(0, path)
         path = _base_path("", path)
     return layers
-
-
-def goes_on(model: ModelSpec) -> bool:
-    """Whether a model, whose settings are resolved, goes on training the adapters in its path."""
-    return model.lora is not None and model.lora.new is False
 
 
 def adapters_in(role: str, path: str) -> LoraSpec | None:

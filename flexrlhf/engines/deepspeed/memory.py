@@ -16,7 +16,7 @@ from flexrlhf.memory.engine_bytes import EngineBytes, cast_bytes, tiled_gradient
 from flexrlhf.memory.states import PerParameter, State, Units, zero_split
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.model_shape import ModelShape
-from flexrlhf.weights.parameters import HashedParameters, Parameters, count_elements
+from flexrlhf.weights.parameters import Parameters, count_elements
 from flexrlhf.weights.shards import parts_of
 
 
@@ -116,7 +116,7 @@ def _slices(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
         return shape
     parts = parts_of(model, shape.parameters, rank)
     sizes = ((name, tuple(map(len, parts[name].box))) for name, _ in shape.parameters)
-    return replace(shape, parameters=HashedParameters(sizes))
+    return replace(shape, parameters=tuple(sizes))
 
 
 def _is_bf16_optimizer(settings: ModelSpec) -> bool:

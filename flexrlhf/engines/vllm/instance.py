@@ -25,7 +25,7 @@ from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.user_code.process_directories import process_directory
-from flexrlhf.weights.adapter_files import frozen_model, goes_on, has_adapters, stored_adapters
+from flexrlhf.weights.adapter_files import frozen_model, has_adapters, stored_adapters
 from flexrlhf.weights.families import model_sizes
 from flexrlhf.weights.shards import parts_of
 
@@ -88,7 +88,7 @@ class VllmInstance:
             self.padding_bytes: int = self._call("padding_bytes")
             self.sleep_mode = SleepMode(self.engine, context)
         # not isolated: this rank is then numbered in its replica
-        if goes_on(context.placed.settings):
+        if context.placed.settings.goes_on_adapters:
             self._read_adapters()
 
     def _start(self, directory: str) -> Any:
