@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.weights import cut
 from flexrlhf.comm.world import ALONE, Groups, World, open_world
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.engines.base import Engine, EngineContext, ExpertRanks, TrainingState
@@ -31,6 +30,7 @@ from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
+from flexrlhf.runs.tensor_files import cut
 from flexrlhf.trainer.checkpoint_pieces import part_of
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.shards import Parts

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from small_models import TINY, engine_for, placed
 from torch import Tensor
 
-from flexrlhf.comm.weights import cut
 from flexrlhf.engines import weight_files
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
+from flexrlhf.runs.tensor_files import cut
 from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.model_files import stored_tensors
 from flexrlhf.weights.shards import Part

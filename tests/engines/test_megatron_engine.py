@@ -12,8 +12,8 @@ from small_models import engine_for, mini_batch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flexrlhf.comm.weights import cut
 from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.runs.tensor_files import cut
 from flexrlhf.weights.shapes import model_shape
 
 pytest.importorskip("megatron.core")

@@ -61,8 +61,8 @@ def generate(
     """Responses of two steps and of other weights; whether each tensor is as large as planned."""
     from vllm_models import engine_context, other_weights, placed, prompts, sampling
 
-    from flexrlhf.comm.weights import cut
     from flexrlhf.engines.vllm.engine import VllmEngine
+    from flexrlhf.runs.tensor_files import cut
     from flexrlhf.weights.shapes import model_shape
 
     model = placed(init, ranks=replica.ranks, kv_tokens=256, pp=pp)

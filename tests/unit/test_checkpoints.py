@@ -17,7 +17,6 @@ from small_runs import TINY, plan_of
 from test_shards import LAYOUTS, drawn_shape, placed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flexrlhf.comm.weights import cut
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
@@ -32,7 +31,7 @@ from flexrlhf.runs.row_file import RowFile
 from flexrlhf.runs.run_directory import (
     RunDirectory,
 )
-from flexrlhf.runs.tensor_files import Piece, PieceReader, piece_file, write_pieces
+from flexrlhf.runs.tensor_files import Piece, PieceReader, cut, piece_file, write_pieces
 from flexrlhf.strategies.instructions import Checkpoint, Run
 from flexrlhf.strategies.schedule import RunStart, Schedule
 from flexrlhf.trainer.checkpointer import merged_progress

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from flexrlhf.comm.checksum import checksum
 from flexrlhf.comm.sync import ChecksumError, SyncChannel, WeightMover
-from flexrlhf.comm.weights import WeightGather, cut
+from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import SINGLY, Waitable
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.runs.tensor_files import cut
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import model_shape

@@ -13,9 +13,10 @@ from small_runs import TINY, placed_model
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flexrlhf.comm.weights import WeightGather, cut, fill, flat
+from flexrlhf.comm.weights import WeightGather, fill, flat
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.runs.tensor_files import cut
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import Part
