@@ -22,11 +22,11 @@ from typing import Any
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.advice.advise import advise
-from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.plan.choice import planned
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import tightest_rank

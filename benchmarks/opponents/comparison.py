@@ -19,12 +19,12 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advice_text import format_advice
 from flexrlhf.guideline.advice.advise import SECONDS, advise
 from flexrlhf.guideline.advice.advised_yaml import write_advised
-from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.lengths import expected_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
+from flexrlhf.plan.choice import planned
 from flexrlhf.plan.suggestions import need_text
 
 Record = dict[str, Any]

@@ -15,10 +15,10 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.advised_yaml import write_advised
-from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.advice.operator_space import advise_operators
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.plan import model_checks
+from flexrlhf.plan.choice import planned
 from flexrlhf.plan.model_checks import check_packages
 from flexrlhf.plan.pipeline import make_plan, make_plans
 from flexrlhf.plan.plan import Plan

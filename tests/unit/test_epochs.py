@@ -18,7 +18,7 @@ from flexrlhf.config.yaml_io import write_yaml
 from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus
 from flexrlhf.errors import UserError
-from flexrlhf.guideline.advice.auto import planned
+from flexrlhf.plan.choice import planned
 
 RAW = {
     "name": "passes",

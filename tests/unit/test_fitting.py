@@ -16,12 +16,12 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice import advise as advise_module
 from flexrlhf.guideline.advice.advise import advise
-from flexrlhf.guideline.advice.auto import planned
 from flexrlhf.guideline.advice.settings_text import placement_text
 from flexrlhf.guideline.advice.space import make_space
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.search import branch_and_bound, result
 from flexrlhf.guideline.search.branch_and_bound import search
+from flexrlhf.plan.choice import planned
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits, fitted
