@@ -19,6 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from statistics import median
 
+from flexrlhf.api import homes
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "flexrlhf"
 SATELLITES = (
@@ -28,6 +30,8 @@ SATELLITES = (
 """Beginnings of the names of modules that are no part of the core."""
 RANK = ("launch.worker", "engines.torch.engine")
 """Modules that a rank of the torch engine begins with."""
+FACE = {"api": "api/__init__.py", "api.engine": "api/engine.py"}
+"""Modules that pass on names of the core, and their files."""
 Functions = ast.FunctionDef | ast.AsyncFunctionDef
 Imports = ast.Import | ast.ImportFrom
 
@@ -117,7 +121,7 @@ def read_package() -> dict[str, SourceFile]:
 
 @dataclass(frozen=True)
 class Uses:
-    """Modules that use each name: ``users`` by (module, name)."""
+    """Modules that use each name: ``users`` by (module, name). A name that the face passes on is its home's."""
 
     files: Mapping[str, SourceFile]
     users: Mapping[tuple[str, str], frozenset[str]]
@@ -125,9 +129,11 @@ class Uses:
     @classmethod
     def of(cls, files: Mapping[str, SourceFile]) -> Uses:
         found: dict[tuple[str, str], set[str]] = defaultdict(set)
+        names = {face: homes(str(ROOT / PACKAGE / path)) for face, path in FACE.items()}
         for file in files.values():
-            for used in file.uses:
-                found[used].add(file.name)
+            for source, name in file.uses if file.name not in FACE else ():
+                home = names.get(source, {}).get(name, source)
+                found[home.removeprefix(f"{PACKAGE}."), name].add(file.name)
         return cls(files, {key: frozenset(users) for key, users in found.items()})
 
     @property
@@ -203,6 +209,7 @@ def main() -> None:
         "names across rooms": uses.across_rooms(),
         "of the core alone": uses.across_rooms(only_core=True),
         "satellites use": f"{uses.between(to_core=True)} of the core",
+        "the face has": " and ".join(f"{len(homes(str(ROOT / PACKAGE / path)))} names" for path in FACE.values()),
         "the core uses": f"{uses.between(to_core=False)} of satellites",
         "a rank imports": rank_text(files),
         "settings": settings_text(),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -19,6 +20,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from typer.models import ArgumentInfo
 from typer.testing import CliRunner
 
+from flexrlhf import api
+from flexrlhf.api import engine, homes
 from flexrlhf.cli import app
 from flexrlhf.config.model_names import MODELS
 from flexrlhf.config.plugins import SHIPPED, load_plugin
@@ -155,6 +158,7 @@ def reference() -> str:
         REFERENCE_HEAD,
         *_settings(),
         *_commands(),
+        *_face(),
         "## Metrics of a run",
         "One line a step in `metrics.jsonl`, without metrics that a run does not have. Names and definitions are "
         "the same in every [logger](loggers.md). **Steps are numbered from 0** here, in the other files, in loggers "
@@ -273,6 +277,34 @@ def _of_peer(cell: Cell | None) -> str:
         return ""
     is_derived = isinstance(cell.value, MiniBatchesOf | WarmUp)
     return str(cell.value) if is_derived else f"`{yaml_text(cell.value)}`"
+
+
+def _face() -> Iterator[str]:
+    yield "## Names for parts"
+    yield "Names that a part of another package may import ([plugins.md](plugins.md)), and its own parts do."
+    for face in (api, engine):
+        yield f"### `{face.__name__}`"
+        rows = [(f"`{name}`", f"`{home}`", _meaning(home, name)) for name, home in homes(str(face.__file__)).items()]
+        yield _table(("name", "of", "meaning"), sorted(rows))
+
+
+def _meaning(module: str, name: str) -> str:
+    """Return the first sentence of the documentation of a name, which stands in it or after it."""
+    path = ROOT.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    body = ast.parse(path.read_text()).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return _sentence(ast.get_docstring(node) or "")
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(each, ast.Name) and each.id == name for each in targets):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            return _sentence(str(after.value.value)) if is_text else ""
+    return ""
+
+
+def _sentence(text: str) -> str:
+    return re.split(r"(?<=[.:])\s", " ".join(plain_text(text).split()))[0].rstrip(":")
 
 
 def _commands() -> Iterator[str]:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from flexrlhf.config.model_names import MODELS, Families
+from flexrlhf.api import MODELS, Families
 from flexrlhf.imports.expert_settings import has_experts
 from flexrlhf.imports.parts import names_of
 from flexrlhf.imports.settings import Setting

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import Spec, UserError, make_plan, tightest_rank
 from flexrlhf.imports.translation import Translation
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.suggestions import tightest_rank
 
 KEY = "rollout.kv_tokens"
 MANY_STEPS = 10**6

@@ -8,11 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.errors import print_error
-from flexrlhf.cli.working import working
-from flexrlhf.config.output_path import OutputPath
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import OutputPath, Spec, UserError, print_error, working
 
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="shell script, YAML or Python file of another system")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the YAML; else it is printed")]
@@ -33,9 +29,9 @@ def import_(file: JobFile, output: Output = None, gpu_type: GpuType = None, var:
     Of verl, OpenRLHF, TRL, NeMo-RL, AReaL or DeepSpeed-Chat, for `plan`, `simulate` and `advise`. Each line says which
     setting it is from; settings without a counterpart are listed. The file is read, never executed.
     """
+    from flexrlhf.api import DeviceClass
     from flexrlhf.imports.translate import translated
     from flexrlhf.imports.translation import is_imported
-    from flexrlhf.placement.devices import DeviceClass
 
     if output is not None:
         OutputPath(output, "--output").check_file("my.yaml", is_imported, (file,))

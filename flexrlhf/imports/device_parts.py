@@ -5,14 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flexrlhf.config.model_names import MODELS
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import MODELS, DeviceClass, ModelSpec, Spec, UserError, model_shape
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import DOT, Translation
-from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.weights.shapes import model_shape
 
 _CLASS_WORDS = {
     r"\bH100\b": "H100-80G",

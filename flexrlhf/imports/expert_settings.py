@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 
-from flexrlhf.config.model_names import MODELS, Families
-from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.api import MODELS, Families, ModelSpec, Sizes, model_shape
 from flexrlhf.imports.device_parts import num_training
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import DOT, Translation
-from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.shapes import model_shape
 
 NO_MEGATRON = "of a model with experts torch with shards and expert-parallel ranks stands for Megatron"
 

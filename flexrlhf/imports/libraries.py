@@ -6,7 +6,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flexrlhf.errors import UserError
+from flexrlhf.api import UserError
 
 if TYPE_CHECKING:
     from tree_sitter import Parser

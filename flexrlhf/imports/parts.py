@@ -7,9 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.model_names import Families, FoundModel
-from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.errors import UserError
+from flexrlhf.api import PEERS, Families, FoundModel, UserError
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 

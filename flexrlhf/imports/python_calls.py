@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.errors import UserError
+from flexrlhf.api import UserError
 from flexrlhf.imports.settings import MARK
 
 MAX_DEPTH = 10

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.output_settings import LOGGERS
+from flexrlhf.api import LOGGERS
 from flexrlhf.imports.parts import names_of
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.code_checks import definitions
+from flexrlhf.api import definitions
 from flexrlhf.imports.row_parts import put_columns
 from flexrlhf.imports.settings import MARK, JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation

@@ -9,9 +9,7 @@ from typing import Any
 
 import yaml
 
-from flexrlhf.config.secrets import hidden, is_secret_name
-from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.errors import UserError
+from flexrlhf.api import UserError, hidden, is_secret_name, read_yaml
 
 MARK = "\0"
 """Encloses, inside a text, the name of a part whose value the file does not have."""

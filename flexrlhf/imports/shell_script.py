@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from flexrlhf.config.secrets import is_secret_name
-from flexrlhf.config.yaml_io import read_yaml
+from flexrlhf.api import is_secret_name, read_yaml
 from flexrlhf.imports.shell_words import COMPARISONS, Words, marked, parsed, source, without_marks
 from flexrlhf.imports.slurm_options import slurm_variables
 

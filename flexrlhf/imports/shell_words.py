@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flexrlhf.errors import UserError
+from flexrlhf.api import UserError
 from flexrlhf.imports.libraries import bash_parser
 from flexrlhf.imports.settings import MARK
 

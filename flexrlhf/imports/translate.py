@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.secrets import hidden
-from flexrlhf.config.user_paths import instead_of
-from flexrlhf.errors import UserError
+from flexrlhf.api import UserError, hidden, instead_of
 from flexrlhf.imports.areal import job as areal
 from flexrlhf.imports.cache import fit_cache
 from flexrlhf.imports.deepspeed_chat import job as deepspeed_chat

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from textwrap import TextWrapper
 from typing import Any
 
-from flexrlhf.config.secrets import hidden
-from flexrlhf.config.setting_list import yaml_text
+from flexrlhf.api import hidden, yaml_text
 from flexrlhf.imports.settings import JobSettings, Setting, is_off, read_scalar
 
 WIDTH = 118

@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.errors import UserError
+from flexrlhf.api import UserError, read_yaml
 from flexrlhf.imports.libraries import omega_conf
 from flexrlhf.imports.settings import MARK, check_number, flat
 

@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from flexrlhf.config.output_settings import MlflowSpec
-from flexrlhf.config.proxies import Address
-from flexrlhf.config.secrets import without_secrets
-from flexrlhf.errors import UserError
-from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, numbers, sample_table
+from flexrlhf.api import (
+    Address,
+    LoggedRun,
+    LoggedSample,
+    MetricRow,
+    MlflowSpec,
+    UserError,
+    numbers,
+    sample_table,
+    without_secrets,
+)
 
 PORTS = {"http": 80, "https": 443}
 CONNECT_SECONDS = 10.0

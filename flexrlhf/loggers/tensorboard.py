@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.output_settings import TensorBoardSpec
-from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, numbers, sample_table
+from flexrlhf.api import LoggedRun, LoggedSample, MetricRow, TensorBoardSpec, numbers, sample_table
 
 FOLDER = "tensorboard"
 

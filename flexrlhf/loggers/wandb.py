@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from flexrlhf.config.output_settings import WandbSpec
-from flexrlhf.config.secrets import without_secrets
-from flexrlhf.errors import UserError
-from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, numbers, sample_table
+from flexrlhf.api import (
+    LoggedRun,
+    LoggedSample,
+    MetricRow,
+    UserError,
+    WandbSpec,
+    numbers,
+    sample_table,
+    without_secrets,
+)
 
 
 class WandbLogger:

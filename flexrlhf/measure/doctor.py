@@ -18,23 +18,26 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from flexrlhf.errors import RankFailure, RunStopped, UserError
-from flexrlhf.launch.job import Job
-from flexrlhf.launch.local import LocalLauncher
-from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.launch.rendezvous import NodeRendezvous
-from flexrlhf.launch.shared_directories import probed_directories
-from flexrlhf.launch.start import run_on_ranks
+from flexrlhf.api import (
+    DiskDemand,
+    Hosts,
+    Job,
+    Plan,
+    RankFactory,
+    RankFailure,
+    Resumption,
+    RunStopped,
+    UserError,
+    check_device,
+    check_runs,
+    cpu_builds,
+    needed_requirements,
+    probed_directories,
+    process_directory,
+)
+from flexrlhf.api.engine import LocalLauncher, NodeRendezvous, run_on_ranks
 from flexrlhf.measure.facts import HOST_FACTS, JOB_FACTS, UNLIMITED, Check, HostFacts, JobFacts, united
 from flexrlhf.measure.job_checks import check_disk, judge
-from flexrlhf.placement.hosts import Hosts
-from flexrlhf.plan.input_checks import check_runs
-from flexrlhf.plan.model_checks import check_device
-from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.fingerprints import cpu_builds, needed_requirements
-from flexrlhf.runs.free_space import DiskDemand
-from flexrlhf.runs.resume import Resumption
-from flexrlhf.user_code.process_directories import process_directory
 
 END_SECONDS = 30.0
 """Longest wait for node 0 to end a preflight before its run begins."""

@@ -15,13 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flexrlhf.comm.store import own_address
-from flexrlhf.comm.world import World, cuda_backend, gpu_number, local_device
-from flexrlhf.config.spec import Spec
-from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.launch.joined_rank import joined_rank
-from flexrlhf.launch.shared_directories import look_for_probes
+from flexrlhf.api import RunStopped, Spec, UserError, look_for_probes, make_plans, read_yaml
+from flexrlhf.api.engine import World, cuda_backend, gpu_number, joined_rank, local_device, own_address
 from flexrlhf.measure.facts import (
     HOST_FACTS,
     JOB_FACTS,
@@ -33,7 +28,6 @@ from flexrlhf.measure.facts import (
     SharedFacts,
 )
 from flexrlhf.measure.network import Network
-from flexrlhf.plan.pipeline import make_plans
 
 NUM_PINGS = 5
 """Readings of a clock, of which the fastest counts."""

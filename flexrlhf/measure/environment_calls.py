@@ -10,14 +10,8 @@ from itertools import cycle, islice
 from statistics import median
 from typing import Any
 
-from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.environments.base import EpisodeCall, EpisodeReply
-from flexrlhf.environments.episodes import Episodes
-from flexrlhf.environments.tool_schemas import tool_schemas
-from flexrlhf.errors import UserError
+from flexrlhf.api import Deadline, EnvironmentSpec, EpisodeCall, EpisodeReply, Episodes, Plan, UserError, tool_schemas
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
-from flexrlhf.plan.plan import Plan
-from flexrlhf.user_code.deadline import Deadline
 
 MOST_EPISODES, MOST_TIMES = 64, 256
 """Episodes that run at the same time, and times of a kind that are kept."""

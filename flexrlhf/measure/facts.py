@@ -8,9 +8,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from flexrlhf.launch.shared_directories import DirectoryFacts
-from flexrlhf.launch.terms import Terms
-from flexrlhf.text import table
+from flexrlhf.api import DirectoryFacts, Terms, table
 
 Result = Literal["ok", "warning", "FAILS", "skipped"]
 MOST_PARTS = 4

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from flexrlhf.comm.world import cuda_backend
-from flexrlhf.errors import UserError
+from flexrlhf.api import DeviceClass, Plan, UserError, bytes_text, check_fits, counted
+from flexrlhf.api.engine import cuda_backend
 from flexrlhf.measure.facts import UNLIMITED, Check, HostFacts, JobFacts, RankFacts, united
-from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.suggestions import check_fits
-from flexrlhf.text import bytes_text, counted
 
 SHARED_BYTES = 64 * 2**20
 """Shared memory that a rank may use: NCCL's buffers towards the ranks of its machine, or a worker's queues."""

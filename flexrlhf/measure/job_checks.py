@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexrlhf.config.job_secret import JobSecret
-from flexrlhf.errors import UserError
+from flexrlhf.api import Cluster, DiskDemand, JobSecret, Plan, Sides, UserError, bytes_text, counted, ranks_text
 from flexrlhf.guideline.simulation.inputs import ordinary_cpu
 from flexrlhf.guideline.simulation.simulate import simulate
-from flexrlhf.launch.terms import Sides
 from flexrlhf.measure.facts import Check, HostFacts, JobFacts, LinkFacts, Result, united
 from flexrlhf.measure.host_checks import (
     check_devices,
@@ -20,10 +18,6 @@ from flexrlhf.measure.host_checks import (
     check_open_files,
     check_shared_memory,
 )
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.free_space import DiskDemand
-from flexrlhf.text import bytes_text, counted, ranks_text
 
 MOST_CLOCK_SECONDS = 1.0
 """Difference of clocks from which causes of failures, compared by their times, are in doubt."""

@@ -10,14 +10,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from flexrlhf.api import Operator
+from flexrlhf.api.engine import LoadedModel
 from flexrlhf.guideline.costs.cost_model import Transformer
 from flexrlhf.guideline.costs.measurements import DecodeTimes, PartTimes, Point, Points
 from flexrlhf.measure.layer_split import REPEATS, SlimTimes
 from flexrlhf.measure.model_calls import ProfileContext
 from flexrlhf.measure.profiled_models import MeasuredRows, RowCounts
 from flexrlhf.measure.stopwatch import Estimate, TimedCall, Timing
-from flexrlhf.operators.graph import Operator
-from flexrlhf.trainer.loaded_models import LoadedModel
 
 MOST_STEPS = 64
 """Decoding steps of which the mean is measured, at most."""

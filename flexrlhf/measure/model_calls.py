@@ -7,23 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flexrlhf.comm.rows import RowStore
-from flexrlhf.engines.base import Sampling
+from flexrlhf.api import BatchShape, Column, Operator, PackedPass, PlacedModel, Plan, TextGroup, TextPacking
+from flexrlhf.api.engine import Controllers, LoadedModel, OperatorContext, OperatorRun, RowStore, Sampling, run_operator
 from flexrlhf.guideline.costs.measurements import Point, Points
 from flexrlhf.guideline.simulation.calls import TextLayout, reads_prompts_once
 from flexrlhf.measure.profiled_models import LengthSample, MeasuredRows
 from flexrlhf.measure.stopwatch import Estimate, Stopwatch, TimedCall
-from flexrlhf.memory.packed_rows import PackedPass, TextGroup, TextPacking
-from flexrlhf.operators.columns import Column
-from flexrlhf.operators.graph import Operator
-from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.plan import Plan
-from flexrlhf.trainer.controllers import Controllers
-from flexrlhf.trainer.execution import OperatorRun
-from flexrlhf.trainer.loaded_models import LoadedModel
-from flexrlhf.trainer.operator_context import OperatorContext
-from flexrlhf.trainer.run_operator import run_operator
 
 NO_TOKEN = -1
 """An end token that no response contains."""

@@ -12,12 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.comm.progress import RankProgress
-from flexrlhf.comm.world import World, posted
-from flexrlhf.errors import RunStopped
+from flexrlhf.api import Group, Plan, RunStopped
+from flexrlhf.api.engine import RankProgress, World, posted
 from flexrlhf.measure.facts import GroupFacts, HostFacts, LinkFacts
-from flexrlhf.placement.groups import Group
-from flexrlhf.plan.plan import Plan
 
 MESSAGE_BYTES = {"gloo": 2**24, "nccl": 2**27}
 """Bytes of a message whose time is the link's, by back end."""

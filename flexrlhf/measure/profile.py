@@ -7,8 +7,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from flexrlhf.config.output_path import OutputPath
-from flexrlhf.display.live_display import live_display
+from flexrlhf.api import (
+    Hosts,
+    OutputPath,
+    Plan,
+    RankFactory,
+    check_device,
+    check_packages,
+    counted,
+    live_display,
+    make_plan,
+    process_directory,
+)
+from flexrlhf.api.engine import choose_device, run_on_ranks
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes, share_below
 from flexrlhf.guideline.costs.measurements import (
     LinearTime,
@@ -19,17 +30,8 @@ from flexrlhf.guideline.costs.measurements import (
     read_measurements,
     write_measurements,
 )
-from flexrlhf.launch.devices import choose_device
-from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.launch.start import run_on_ranks
 from flexrlhf.measure.environment_calls import measure_environments
 from flexrlhf.measure.profiled_models import length_sample, profiled_models, profiling_spec
-from flexrlhf.placement.hosts import Hosts
-from flexrlhf.plan.model_checks import check_device, check_packages
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.plan import Plan
-from flexrlhf.text import counted
-from flexrlhf.user_code.process_directories import process_directory
 
 SHARE_OF_ENVIRONMENTS = 0.3
 """Time of an environment's calls, as a share of the time of all other measurements."""

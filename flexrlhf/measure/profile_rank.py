@@ -16,14 +16,9 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from flexrlhf.comm.progress import RankProgress
-from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.comm.world import World
-from flexrlhf.config.spec import Spec
-from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.engines.models import DTYPES
+from flexrlhf.api import Group, Layout, PlacedModel, Plan, Spec, make_plan, process_directory, read_yaml
+from flexrlhf.api.engine import DTYPES, LoadedModel, RankGroup, RankProgress, World, joined_rank, load_model_on_rank
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
-from flexrlhf.launch.joined_rank import joined_rank
 from flexrlhf.measure.layer_calls import SlimModel, measure_embedding, measure_slim
 from flexrlhf.measure.layer_split import SlimTimes, layer_times, update_times
 from flexrlhf.measure.model_calls import ProfileContext, measure_combine, measure_contention
@@ -46,13 +41,6 @@ from flexrlhf.measure.traffic import (
     measure_switch,
     measure_sync,
 )
-from flexrlhf.placement.groups import Group
-from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.plan import Plan
-from flexrlhf.trainer.loaded_models import LoadedModel, load_model_on_rank
-from flexrlhf.user_code.process_directories import process_directory
 
 SHARE_OF_OTHERS, NUM_OTHERS = 0.3, 10
 """Share of the time for all that is not a model's calls, and number of such measurements."""

@@ -11,17 +11,20 @@ from dataclasses import dataclass, replace
 from os.path import realpath
 from pathlib import Path
 
-from flexrlhf.config.engines import EngineFacts, facts_of
-from flexrlhf.config.model_names import Families
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import (
+    EngineFacts,
+    Families,
+    ModelShape,
+    ModelSpec,
+    Operator,
+    PlacedModel,
+    Plan,
+    Spec,
+    UserError,
+    facts_of,
+    read_config,
+)
 from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
-from flexrlhf.operators.graph import Operator
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.plan import Plan
-from flexrlhf.weights.model_shape import ModelShape
-from flexrlhf.weights.shapes import read_config
 
 SHAPELESS_KEYS = ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
 """Keys of a saved config that do not describe the model's shape."""

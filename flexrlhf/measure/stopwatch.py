@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.api.engine import RankGroup
 
 TimedCall = Callable[[], object]
 MIN_ROUNDS, MAX_ROUNDS = 2, 40

@@ -9,20 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flexrlhf.comm.move import ColumnMover, RowPacking
-from flexrlhf.comm.rows import RowStore
-from flexrlhf.comm.sync import SyncChannel, WeightMover
+from flexrlhf.api import BatchShape, Layout, ModelName, ModelShape, Move, PlacedModel, SyncPlan, Transfer
+from flexrlhf.api.engine import ColumnMover, LoadedModel, RowPacking, RowStore, SyncChannel, WeightMover, save_model
 from flexrlhf.guideline.costs.measurements import LinearTime, MeasuredPrimitive
 from flexrlhf.measure.model_calls import ProfileContext
 from flexrlhf.measure.stopwatch import TimedCall
-from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.placement.transfer import Transfer
-from flexrlhf.runs.model_directory import save_model
-from flexrlhf.strategies.instructions import Move
-from flexrlhf.trainer.loaded_models import LoadedModel
-from flexrlhf.weights.model_shape import ModelShape
-from flexrlhf.weights.sync_plan import SyncPlan
 
 COLUMN = "logprobs"
 REDUCE_SIZES = (2, 2**16, 2**20)

@@ -178,7 +178,7 @@ def check_fits(plan: Plan) -> None:
 
 
 def lack_text(plan: Plan) -> str:
-    """Return a sentence on the memory that the tightest rank lacks, with a remedy; empty if each has enough."""
+    """Return a sentence on the memory that the tightest rank lacks, and how it would fit; empty if each has enough."""
     rank = tightest_rank(plan)
     size = plan.device_bytes(rank)
     if size is None or plan.memories[rank].peak_bytes <= size:

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from flexrlhf.plan.plan import Plan
+from flexrlhf.api import Move, Plan, Span, Sync, bytes_text, shortened, span_of
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.report.step_times import StepTime
-from flexrlhf.strategies.instructions import Move, Sync
-from flexrlhf.text import bytes_text, shortened, span_of
-from flexrlhf.timeline import Span
 
 PLANNED, MEASURED = "#8b9098", "#3f74b8"
 ROW, WIDEST = 46, 30

@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import Profile
-from flexrlhf.cli.working import working
-from flexrlhf.errors import UserError
+from flexrlhf.api import Profile, UserError, working
 
 PageRuns = Annotated[list[Path], typer.Argument(help="directories of runs, such as runs/my-ppo; several are compared")]
 Page = Annotated[Path, typer.Option("--output", "-o", help="file of the page")]
@@ -36,8 +34,8 @@ def compare(runs: ComparedRuns, all_: All = False) -> None:
 
     How far their metrics differ, and where the time of a step goes.
     """
+    from flexrlhf.api import read_steps
     from flexrlhf.report.side_by_side import format_runs
-    from flexrlhf.runs.run_contents import read_steps
 
     if len(runs) < 2:
         raise UserError(f"compare: expected two runs or more, found {runs[0]} alone; give another run's directory")

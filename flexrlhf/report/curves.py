@@ -8,12 +8,9 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from flexrlhf.metrics import METRICS
+from flexrlhf.api import METRICS, RunContents, Series, counted, shortened
 from flexrlhf.report.look import run_colour
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
-from flexrlhf.runs.metric_table import Series
-from flexrlhf.runs.run_contents import RunContents
-from flexrlhf.text import counted, shortened
 
 HEIGHT = 215
 MARGIN = {"l": 52, "r": 12, "t": 12, "b": 28}

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flexrlhf.operators.graph import OperatorKind
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Run, WorkKind
-from flexrlhf.timeline import Span
+from flexrlhf.api import OperatorKind, Plan, Run, Span, WorkKind
 
 ROLES = {
     "actor": "#3f74b8",

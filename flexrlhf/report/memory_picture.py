@@ -7,12 +7,10 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from flexrlhf.memory.rank_memory import RankMemory
-from flexrlhf.plan.plan import Plan
+from flexrlhf.api import Plan, RankMemory, bytes_text, ranks_text, span_of
 from flexrlhf.report.look import PARTS_OF_MEMORY
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 from flexrlhf.report.placement_picture import RankColumn, columns_of
-from flexrlhf.text import bytes_text, ranks_text, span_of
 
 MODELS = "models and optimizer"
 ROW = 30

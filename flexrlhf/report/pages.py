@@ -8,16 +8,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.output_path import OutputPath
-from flexrlhf.config.user_paths import instead_of
-from flexrlhf.errors import UserError, one_line
-from flexrlhf.plan.plan import Plan
+from flexrlhf.api import (
+    CONFIG,
+    METRICS_FILE,
+    OutputPath,
+    Plan,
+    RunContents,
+    UserError,
+    bytes_text,
+    instead_of,
+    one_line,
+    read_contents,
+    without_surrogates,
+)
 from flexrlhf.report.page import Page, Section, Table, is_own_page, render
 from flexrlhf.report.reported_run import ReportedRun, plan_of_run, predict, predict_run
 from flexrlhf.report.sections import plan_page, run_page
-from flexrlhf.runs.file_reader import without_surrogates
-from flexrlhf.runs.run_contents import CONFIG, METRICS_FILE, RunContents, read_contents
-from flexrlhf.text import bytes_text
 
 
 @dataclass(frozen=True)

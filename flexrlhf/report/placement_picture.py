@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.plan import Plan
+from flexrlhf.api import PlacedModel, Plan, bytes_text, counted, ranks_text, span_of
 from flexrlhf.report.look import INSTRUCTIONS, role_colours
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
-from flexrlhf.text import bytes_text, counted, ranks_text, span_of
 
 ROW, LINE = 34, 15
 MOST_COLUMNS = 64

@@ -8,24 +8,26 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.data.hub import HubName
-from flexrlhf.errors import UserError
+from flexrlhf.api import (
+    CalledStep,
+    HubName,
+    LineFields,
+    ModelShape,
+    Plan,
+    ResolvedSpec,
+    RunContents,
+    RunDirectory,
+    Span,
+    Spec,
+    UserError,
+    model_shapes,
+)
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.lengths import read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.plan.models import model_shapes
-from flexrlhf.plan.pipeline import ResolvedSpec
-from flexrlhf.plan.plan import Plan
 from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.step_times import StepTime, last_steps, settled_steps, step_times
 from flexrlhf.report.timeline_picture import MOST_SPANS, MOST_STEPS, Lane, ShownTimeline, lanes_of
-from flexrlhf.runs.file_reader import LineFields
-from flexrlhf.runs.run_contents import RunContents
-from flexrlhf.runs.run_directory import RunDirectory
-from flexrlhf.strategies.calls import CalledStep
-from flexrlhf.timeline import Span
-from flexrlhf.weights.model_shape import ModelShape
 
 PLANNED_STEPS = 3
 """Steps of a plan that its timeline shows, after the first one."""

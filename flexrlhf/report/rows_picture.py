@@ -8,14 +8,11 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from flexrlhf.metrics import METRICS, Outcome
-from flexrlhf.operators.outcomes import RowAccount
+from flexrlhf.api import METRICS, MetricTable, Outcome, RowAccount, RunContents, Series
 from flexrlhf.report.curves import HEIGHT, MARGIN
 from flexrlhf.report.look import OTHERS, RUNS
 from flexrlhf.report.picture import AUTOMARGIN, Picture, make_figure
 from flexrlhf.report.samples_table import spread
-from flexrlhf.runs.metric_table import MetricTable, Series
-from flexrlhf.runs.run_contents import RunContents
 
 COLOURS = dict(zip(map(str, Outcome), (*RUNS, *OTHERS), strict=False))
 IN_FLIGHT_COLOUR = "#8b9098"

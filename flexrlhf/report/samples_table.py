@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.runs.file_reader import LineFields
-from flexrlhf.runs.run_contents import RunContents
+from flexrlhf.api import LineFields, RunContents
 
 MOST_STEPS, MOST_PROMPTS, MOST_ROWS = 12, 12, 8
 """Steps, prompts of evaluations, and samples of a training step that are shown."""

@@ -9,14 +9,24 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.display.plain_lines import restarts_text
-from flexrlhf.errors import shown
+from flexrlhf.api import (
+    Ends,
+    MetricTable,
+    Plan,
+    RunContents,
+    Series,
+    bytes_text,
+    counted,
+    gpu_warnings,
+    ranks_text,
+    read_yaml,
+    restarts_text,
+    schedule_rows,
+    shortened,
+    shown,
+    span_of,
+)
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
-from flexrlhf.metrics import Ends
-from flexrlhf.plan.gpu_warnings import gpu_warnings
-from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.schedule_text import schedule_rows
 from flexrlhf.report.bytes_picture import between_nodes, bytes_picture, edge_bytes
 from flexrlhf.report.curves import further_curves, left_out, main_curves
 from flexrlhf.report.look import run_colour
@@ -31,9 +41,6 @@ from flexrlhf.report.timeline_picture import (
     shares_picture,
     timeline_picture,
 )
-from flexrlhf.runs.metric_table import MetricTable, Series
-from flexrlhf.runs.run_contents import RunContents
-from flexrlhf.text import bytes_text, counted, ranks_text, shortened, span_of
 
 CURVES = "A point a step, numbered as in metrics.jsonl, from 0. Under each figure: what the metric is, and its unit."
 TIMELINE = (

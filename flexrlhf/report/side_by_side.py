@@ -13,16 +13,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flexrlhf.config.number_settings import SettingDifference
-from flexrlhf.errors import one_line, shown
-from flexrlhf.metrics import METRICS
-from flexrlhf.operators.graph import OperatorKind
+from flexrlhf.api import (
+    METRICS,
+    MetricTable,
+    OperatorKind,
+    RecordedSteps,
+    Run,
+    Series,
+    SettingDifference,
+    Span,
+    WorkKind,
+    bytes_text,
+    counted,
+    one_line,
+    shortened,
+    shown,
+    table,
+)
 from flexrlhf.report.step_times import WAITING, busy_seconds, settled_steps, step_times
-from flexrlhf.runs.metric_table import MetricTable, Series
-from flexrlhf.runs.run_contents import RecordedSteps
-from flexrlhf.strategies.instructions import Run, WorkKind
-from flexrlhf.text import bytes_text, counted, shortened, table
-from flexrlhf.timeline import Span
 
 SAME = 1e-4
 """Largest difference over the scale of a metric that is called the same: of float32 sums in another order."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from flexrlhf.api import Span
 from flexrlhf.report.look import PARTS, InstructionStyles
-from flexrlhf.timeline import Span
 
 WAITING = "waiting"
 SHARES = (*PARTS, WAITING)

@@ -10,14 +10,12 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from flexrlhf.api import Plan, Span, bytes_text, counted, ranks_text
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.guideline.simulation.timed_instructions import blocks_of
-from flexrlhf.plan.plan import Plan
 from flexrlhf.report.look import SHARE_COLOURS, InstructionStyles
 from flexrlhf.report.picture import AUTOMARGIN, BOTTOM, Picture, View, add_part_title, base_layout, escaped, lane_layout
 from flexrlhf.report.step_times import SHARES, WAITING, StepTime, time_shares
-from flexrlhf.text import bytes_text, counted, ranks_text
-from flexrlhf.timeline import Span
 
 MOST_OWN_LANES, MOST_LANES = 16, 32
 """Ranks that have a lane each; of more, those with the same instructions share one, and so many lanes are shown."""

@@ -10,16 +10,27 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import ConfigOption, Devices, Force, Overrides, PlacementRatio, RunOptions, complete_config
-from flexrlhf.cli.planning import check_memory, plan_runs
-from flexrlhf.config.output_path import OutputPath
-from flexrlhf.config.ratio_vector import read_vector
-from flexrlhf.config.spec import Spec
-from flexrlhf.data.quickstart import config_paths, prepare_corpus, random_weights
-from flexrlhf.errors import UserError
-from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.plan.plan import Plan
-from flexrlhf.user_code.process_directories import process_directory
+from flexrlhf.api import (
+    ConfigOption,
+    Devices,
+    Force,
+    OutputPath,
+    Overrides,
+    PlacementRatio,
+    Plan,
+    RankFactory,
+    RunOptions,
+    Spec,
+    UserError,
+    check_memory,
+    complete_config,
+    config_paths,
+    plan_runs,
+    prepare_corpus,
+    process_directory,
+    random_weights,
+    read_vector,
+)
 
 Config = Annotated[
     Path | None,

@@ -14,11 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from flexrlhf.metrics import METRICS, Triple
-from flexrlhf.operators.graph import Operator
-from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.recorded_columns import Arrival, RecordedColumn, RecordedColumns
-from flexrlhf.runs.run_directory import RunDirectory
+from flexrlhf.api import METRICS, Operator, Plan, RunDirectory, Triple
+from flexrlhf.api.engine import Arrival, RecordedColumn, RecordedColumns
 from flexrlhf.verify.deviations import (
     IN_NATS,
     NOT_COMPARED,

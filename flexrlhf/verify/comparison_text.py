@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flexrlhf.metrics import METRICS
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Move, Run, Sync
-from flexrlhf.text import ranks_text, table
+from flexrlhf.api import METRICS, Move, Plan, Run, Sync, ranks_text, table
 from flexrlhf.verify.comparison import RecordedRun
 from flexrlhf.verify.deviations import ColumnEntry, Deviation, Limits, Tie, first_beyond, is_exact
 

@@ -12,10 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flexrlhf.metrics import METRICS
-from flexrlhf.operators.columns import Column
-from flexrlhf.operators.outcomes import RowAccount
-from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.api import METRICS, Column, PlacedModel, RowAccount
 
 DeviationKind = Literal["column", "move", "metric", "weights"]
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.number_settings import SettingDifference
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError, shown
-from flexrlhf.plan.plan import Plan
-from flexrlhf.text import counted, span_of
+from flexrlhf.api import ModelSpec, Plan, SettingDifference, Spec, UserError, counted, shown, span_of
 
 NOT_SHOWN = {"name", "placement", "runs"}
 """Settings that sides differ in by their nature, or whose consequence is shown."""

@@ -12,15 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from flexrlhf.engines.sampling import gumbel_noise
-from flexrlhf.errors import RankFailure, UserError
-from flexrlhf.launch.preparation import prepare_job
-from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.placement.hosts import Hosts
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.recorded_columns import RecordedColumn
-from flexrlhf.runs.run_directory import RunDirectory
+from flexrlhf.api import Hosts, Plan, RankFactory, RankFailure, RunDirectory, UserError, make_plan, prepare_job
+from flexrlhf.api.engine import RecordedColumn, gumbel_noise
 from flexrlhf.verify.comparison import RecordedRun, compare_runs, not_compared
 from flexrlhf.verify.comparison_text import format_table, format_tie, format_verdict
 from flexrlhf.verify.deviations import BITWISE, Deviation, Limits, Tie, limits_for

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.errors import UserError, nearest, shown
+from flexrlhf.api import ModelSpec, UserError, nearest, shown
 
 ELEMENTS = {
     "reduce_bucket_size": 50_000_000,

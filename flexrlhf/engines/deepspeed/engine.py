@@ -20,18 +20,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from flexrlhf.comm.world import as_world
-from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, StateTensor, TrainingState
+from flexrlhf.api import Column
+from flexrlhf.api.engine import (
+    DTYPES,
+    Batch,
+    EngineContext,
+    HostOffload,
+    Lender,
+    Loss,
+    MemoryUsage,
+    Moments,
+    NonFiniteStep,
+    Sampling,
+    ScheduledOptimizer,
+    Skeleton,
+    StateTensor,
+    TensorParallelNames,
+    TrainingState,
+    as_world,
+    make_passes,
+    storage_bytes,
+)
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config, partitions_plainly
 from flexrlhf.engines.deepspeed.state import load_loss_scale, loss_scale, partition, shard, state_tensors_by_kind
-from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
-from flexrlhf.engines.models import DTYPES
-from flexrlhf.engines.non_finite import NonFiniteStep
-from flexrlhf.engines.optimizers import ScheduledOptimizer
-from flexrlhf.engines.passes import make_passes
-from flexrlhf.engines.skeletons import Skeleton
-from flexrlhf.engines.tensor_parallel import TensorParallelNames
-from flexrlhf.operators.columns import Column
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
 _GRADIENTS = ("averaged_gradients", "fp32_groups_gradients_flat", "grad_partitions_flat_buffer")

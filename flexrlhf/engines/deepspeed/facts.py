@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from flexrlhf.config.engines import EngineFacts, Package
+from flexrlhf.api import EngineFacts, Package
 
 DEEPSPEED = EngineFacts(
     "deepspeed",

@@ -10,14 +10,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.api import (
+    EngineBytes,
+    ModelShape,
+    ModelSpec,
+    Parameters,
+    PerParameter,
+    PlacedModel,
+    State,
+    Units,
+    cast_bytes,
+    count_elements,
+    parts_of,
+    tiled_gradients,
+    zero_split,
+)
 from flexrlhf.engines.deepspeed.config import ELEMENTS
-from flexrlhf.memory.engine_bytes import EngineBytes, cast_bytes, tiled_gradients
-from flexrlhf.memory.states import PerParameter, State, Units, zero_split
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.model_shape import ModelShape
-from flexrlhf.weights.parameters import Parameters, count_elements
-from flexrlhf.weights.shards import parts_of
 
 
 class DeepSpeedBytes(EngineBytes):

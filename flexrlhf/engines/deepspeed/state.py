@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from flexrlhf.engines.base import StateTensor, TrainingState
-from flexrlhf.engines.optimizers import ScheduledOptimizer
+from flexrlhf.api.engine import ScheduledOptimizer, StateTensor, TrainingState
 
 _PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 """Attributes of the optimizers of stages 1 and 2 with this rank's range of each group, in float32."""

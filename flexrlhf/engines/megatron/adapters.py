@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 from torch.nn.functional import linear as linear_map
 
-from flexrlhf.config.model_settings import LoraSpec
+from flexrlhf.api import LoraSpec
 
 
 class Adapter(nn.Module):

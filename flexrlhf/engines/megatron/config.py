@@ -14,10 +14,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
-from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
-from flexrlhf.engines.models import DTYPES
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.decoder_sizes import Sizes
+from flexrlhf.api import ModelSpec, OptimizerSpec, PlacedModel, Sizes
+from flexrlhf.api.engine import DTYPES
 
 KERNELS = {
     "bias_activation_fusion": False,

@@ -15,8 +15,24 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from flexrlhf.engines.base import Batch, EngineContext, Loss, MemoryUsage, Moments, Sampling, StateTensor, TrainingState
-from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
+from flexrlhf.api import Column, Part, model_sizes
+from flexrlhf.api.engine import (
+    Batch,
+    EngineContext,
+    HostOffload,
+    Lender,
+    Loss,
+    MemoryUsage,
+    Moments,
+    NonFiniteStep,
+    PassSettings,
+    Readout,
+    Sampling,
+    Skeleton,
+    StateTensor,
+    TrainingState,
+    storage_bytes,
+)
 from flexrlhf.engines.megatron.adapters import starting_weights
 from flexrlhf.engines.megatron.config import gradient_config, prepare_process, transformer_config
 from flexrlhf.engines.megatron.experts import expert_blocks
@@ -24,13 +40,6 @@ from flexrlhf.engines.megatron.facts import MEGATRON
 from flexrlhf.engines.megatron.passes import StagePasses
 from flexrlhf.engines.megatron.stage import Named, Stage, StageShape, add_adapters, rows_by_name
 from flexrlhf.engines.megatron.update import StageUpdate
-from flexrlhf.engines.non_finite import NonFiniteStep
-from flexrlhf.engines.pass_settings import PassSettings
-from flexrlhf.engines.readout import Readout
-from flexrlhf.engines.skeletons import Skeleton
-from flexrlhf.operators.columns import Column
-from flexrlhf.weights.families import model_sizes
-from flexrlhf.weights.shards import Part
 
 
 class MegatronEngine(Lender):

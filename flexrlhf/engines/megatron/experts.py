@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flexrlhf.engines.experts import ExpertSplit, has_experts
-from flexrlhf.engines.routing import use_float32_routers
+from flexrlhf.api.engine import ExpertSplit, has_experts, use_float32_routers
 
 
 class RoutedExperts(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.config.engines import EngineFacts, Package
+from flexrlhf.api import EngineFacts, Package
 
 MEGATRON = EngineFacts(
     "megatron",

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 
-from flexrlhf.memory.engine_bytes import EngineBytes
-from flexrlhf.memory.states import State, Units, count_kinds, with_fused_layers
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.model_shape import ModelShape
-from flexrlhf.weights.parameters import Parameters
-from flexrlhf.weights.shards import elements_on_rank
+from flexrlhf.api import (
+    EngineBytes,
+    ModelShape,
+    Parameters,
+    PlacedModel,
+    State,
+    Units,
+    count_kinds,
+    elements_on_rank,
+    with_fused_layers,
+)
 
 ALIGNMENT, BUFFER_MULTIPLE = 64, 128
 """Elements at whose multiples Megatron-Core 0.16.1 lets a parameter and a buffer of its distributed optimizer begin."""

@@ -20,14 +20,23 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.engines.base import Batch, Loss, Moments, Totals, add_moments
-from flexrlhf.engines.context_parallel import own_part
-from flexrlhf.engines.micro_batch import MicroBatch
-from flexrlhf.engines.non_finite import NonFinite, TrainingPass
-from flexrlhf.engines.pass_settings import PassSettings
-from flexrlhf.engines.readout import Computed, PassRequest, Readout
-from flexrlhf.operators.columns import Column, Lengths
+from flexrlhf.api import Column, Lengths
+from flexrlhf.api.engine import (
+    Batch,
+    Computed,
+    Loss,
+    MicroBatch,
+    Moments,
+    NonFinite,
+    PassRequest,
+    PassSettings,
+    RankGroup,
+    Readout,
+    Totals,
+    TrainingPass,
+    add_moments,
+    own_part,
+)
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
-from flexrlhf.config.model_settings import Head, LoraSpec
-from flexrlhf.engines.attention import SharedAttention
-from flexrlhf.engines.language_head import LanguageHead
+from flexrlhf.api import Head, LoraSpec, ParameterName, Sizes
+from flexrlhf.api.engine import LanguageHead, SharedAttention
 from flexrlhf.engines.megatron.adapters import Adapter
 from flexrlhf.engines.megatron.experts import RoutedExperts
-from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.parameters import ParameterName
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,19 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from flexrlhf.comm.world import as_world
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.engines.base import Moments, StateTensor, TrainingState
-from flexrlhf.engines.host_offload import HostOffload, storage_bytes
+from flexrlhf.api import ModelSpec
+from flexrlhf.api.engine import (
+    HostOffload,
+    Moments,
+    NonFiniteStep,
+    ScheduledOptimizer,
+    StateTensor,
+    TrainingState,
+    as_world,
+    storage_bytes,
+)
 from flexrlhf.engines.megatron.config import optimizer_config, torch_optimizers
 from flexrlhf.engines.megatron.stage import Named
-from flexrlhf.engines.non_finite import NonFiniteStep
-from flexrlhf.engines.optimizers import ScheduledOptimizer
 
 
 class StageUpdate:

@@ -26,10 +26,9 @@ import zmq
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from flexrlhf.engines.base import EngineContext
+from flexrlhf.api import exit_text, process_directory
+from flexrlhf.api.engine import EngineContext
 from flexrlhf.engines.vllm.restarts import RolloutProcessError
-from flexrlhf.user_code.process_directories import process_directory
-from flexrlhf.user_code.processes import exit_text
 
 PARENT = "FLEXRLHF_ROLLOUT_PARENT"
 """Environment variable with the process that a child ends with."""

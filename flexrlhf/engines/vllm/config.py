@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.model_settings import LoraSpec
-from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import Lengths
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import (
-    PagedCache,
-)
-from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.api import Lengths, LoraSpec, PagedCache, ParameterName, PlacedModel, UserError
 
 _ARGUMENTS = """
 additional_config async_scheduling block_size data_parallel_size decode_context_parallel_size

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
+from flexrlhf.api import Column
+from flexrlhf.api.engine import Batch, Engine, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
 from flexrlhf.engines.vllm.instance import VllmInstance
 from flexrlhf.engines.vllm.requests import (
     PartialResponse,
@@ -19,7 +20,6 @@ from flexrlhf.engines.vllm.requests import (
     sampling_params,
 )
 from flexrlhf.engines.vllm.restarts import Restarts, RolloutProcessError
-from flexrlhf.operators.columns import Column
 
 
 class VllmEngine(Engine):

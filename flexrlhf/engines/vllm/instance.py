@@ -14,20 +14,21 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from flexrlhf.engines.base import EngineContext
-from flexrlhf.engines.models import load_model
-from flexrlhf.engines.scalar_head import saved_value_head
+from flexrlhf.api import (
+    PlacedModel,
+    UserError,
+    frozen_model,
+    has_adapters,
+    model_sizes,
+    parts_of,
+    process_directory,
+    stored_adapters,
+)
+from flexrlhf.api.engine import EngineContext, PartReader, load_model, saved_value_head
 from flexrlhf.engines.vllm.child import ChildProcess, child_environment, starting
 from flexrlhf.engines.vllm.config import engine_arguments
 from flexrlhf.engines.vllm.isolation import PrivateGroups, ProcessIsolation, frozen_objects
 from flexrlhf.engines.vllm.sleep import SleepMode
-from flexrlhf.engines.weight_files import PartReader
-from flexrlhf.errors import UserError
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.user_code.process_directories import process_directory
-from flexrlhf.weights.adapter_files import frozen_model, has_adapters, stored_adapters
-from flexrlhf.weights.families import model_sizes
-from flexrlhf.weights.shards import parts_of
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupMember, _world
 
-from flexrlhf.comm.world import new_group
-from flexrlhf.engines.base import EngineContext
+from flexrlhf.api.engine import EngineContext, new_group
 
 
 class PrivateGroups:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexrlhf.engines.base import Batch, Sampling
-from flexrlhf.engines.sampling import completes_stop
-from flexrlhf.operators.columns import Lengths
+from flexrlhf.api import Lengths
+from flexrlhf.api.engine import Batch, Sampling, completes_stop
 
 RequestKey = tuple[Sampling, int]
 """Sampling and row number of a request: the same row of another step is another request."""

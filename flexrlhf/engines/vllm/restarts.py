@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from flexrlhf.errors import RunStopped
-from flexrlhf.text import counted
+from flexrlhf.api import RunStopped, counted
 
 
 class RolloutProcessError(RunStopped):

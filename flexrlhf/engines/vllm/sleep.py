@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexrlhf.engines.base import EngineContext
-from flexrlhf.engines.host_offload import HostOffload, storage_bytes
+from flexrlhf.api.engine import EngineContext, HostOffload, storage_bytes
 
 
 class SleepMode:

@@ -32,10 +32,9 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from flexrlhf.config.model_settings import LoraSpec
-from flexrlhf.engines.sampling import gumbel_noise
+from flexrlhf.api import LoraSpec, ParameterName
+from flexrlhf.api.engine import gumbel_noise
 from flexrlhf.engines.vllm.child import PARENT, SharedViews, StartErrors, describe, move_to_shared
-from flexrlhf.weights.parameters import ParameterName
 
 _PR_SET_PDEATHSIG = 1
 _EXPERTS = dict(zip(("w13_weight", "w2_weight", "w13_bias", "w2_bias"), ParameterName.OF_EXPERTS, strict=True))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.environments.base import Turn
+from flexrlhf.api import Turn
 
 ACTION = r"-?\d+(?:\.\d+)?|\[[^\[\]]*\]"
 """Default of an action in a reply: a number or a list of numbers; the last one counts."""

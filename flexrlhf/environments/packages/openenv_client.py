@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.environments.base import Turn
+from flexrlhf.api import Turn
 
 
 class OpenEnvClient:

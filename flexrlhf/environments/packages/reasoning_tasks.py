@@ -6,8 +6,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.environments.base import Turn
-from flexrlhf.rewards.worker_calls import task_scorer
+from flexrlhf.api import Turn, task_scorer
 
 
 class ReasoningTask:

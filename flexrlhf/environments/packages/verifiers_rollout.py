@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from flexrlhf.environments.base import Messages, Turn
-from flexrlhf.environments.tool_calls import parse_calls
+from flexrlhf.api import Messages, Turn, parse_calls
 
 VerifiersMessage = dict[str, Any]
 HARNESS = "flexrlhf_policy"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from flexrlhf.config.placement_settings import PlacementMap
-from flexrlhf.errors import either
+from flexrlhf.api import PlacementMap, Run, bytes_text, either, table
 from flexrlhf.guideline.advice.batches import larger_batches, largest_tried
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import Advice, is_full, tied
@@ -23,8 +22,6 @@ from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.guideline.simulation.usage import Prices, usage_of
 from flexrlhf.guideline.simulation.usage_text import usage_lines
-from flexrlhf.strategies.instructions import Run
-from flexrlhf.text import bytes_text, table
 
 SHOWN = 3
 """Instructions whose time is explained, and shares of rows that are printed one by one."""

@@ -12,10 +12,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from flexrlhf.config.engines import offloading_engine
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import Cluster, ModelSpec, Spec, UserError, offloading_engine
 from flexrlhf.guideline.advice.candidates import (
     Candidate,
     FeasibleCandidate,
@@ -53,7 +50,6 @@ from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for
-from flexrlhf.placement.cluster import Cluster
 
 CHUNKED = 3
 """Results of a search that are also tried in chunks."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import Spec, UserError, bytes_text, without_device_sizes
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
-from flexrlhf.plan.models import without_device_sizes
-from flexrlhf.text import bytes_text
 
 SIMULATED = "a step as simulated"
 """Words that the first line of an advised YAML has."""

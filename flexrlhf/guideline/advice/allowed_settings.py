@@ -7,17 +7,20 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.errors import UserError
+from flexrlhf.api import (
+    Degrees,
+    Layout,
+    ModelName,
+    ModelSpec,
+    PlacedModel,
+    UserError,
+    check_placed_model,
+    rollout_settings,
+)
 from flexrlhf.guideline.advice.memo import Memo
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.tried_settings import TriedSettings
 from flexrlhf.guideline.advice.uniform_mesh import UniformMesh, layout_on_first, on_mesh, with_settings
-from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.place import Degrees
-from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.placement.rollout import rollout_settings
-from flexrlhf.plan.model_checks import check_placed_model
 
 CHOSEN = (
     *("engine", "dtype", "zero", "shard", "tp", "pp", "cp", "ep"),

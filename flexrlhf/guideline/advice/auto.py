@@ -9,13 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import Cluster, ModelSpec, Spec, Strategy, UserError, make_graph
 from flexrlhf.guideline.advice.request_changes import OF_MODELS
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from flexrlhf.guideline.advice.choice import Advice

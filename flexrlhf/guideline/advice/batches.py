@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import LargestBatch, Spec, UserError
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.proposals import choose_settings, in_space
 from flexrlhf.guideline.advice.refinement import refined
 from flexrlhf.guideline.advice.space import Space, make_space
-from flexrlhf.plan.largest_batch import LargestBatch
 
 LARGEST = 16
 """Most times that a batch is enlarged."""

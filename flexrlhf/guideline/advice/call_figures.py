@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.api import ModelSpec, PlacedModel, State
 from flexrlhf.guideline.advice.sketch import PlacedCallKind
 from flexrlhf.guideline.costs.links import MeshSide
-from flexrlhf.memory.states import State
-from flexrlhf.placement.placed import PlacedModel
 
 
 @dataclass(frozen=True)

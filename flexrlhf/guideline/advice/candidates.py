@@ -12,18 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import SettingError, UserError
+from flexrlhf.api import Plan, SettingError, Spec, Strategy, UserError, bytes_text, make_plan
 from flexrlhf.guideline.advice.limits import SpaceLimits
 from flexrlhf.guideline.advice.proposals import fastest_options, spec_of
 from flexrlhf.guideline.advice.space import Space
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, device_bytes
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.strategy import Strategy
-from flexrlhf.text import bytes_text
 
 Method = Literal["guideline", "search", "usual"]
 OffloadSet = tuple[str, frozenset[str]]

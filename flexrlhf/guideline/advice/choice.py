@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from flexrlhf.config.placement_settings import PlacementMap
-from flexrlhf.errors import UserError
+from flexrlhf.api import PlacementMap, UserError
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, Method, RejectedCandidate
 from flexrlhf.guideline.advice.space import USABLE
 from flexrlhf.guideline.advice.waiting import WaitingVariant

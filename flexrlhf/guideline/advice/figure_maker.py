@@ -10,8 +10,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
 
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import Spec
+from flexrlhf.api import (
+    BatchShape,
+    Cluster,
+    Compute,
+    Layout,
+    ModelName,
+    ModelShape,
+    ModelSpec,
+    OperatorKind,
+    PlacedModel,
+    Placement,
+    SequenceLengths,
+    Sizing,
+    Spec,
+    State,
+    own_texts,
+)
 from flexrlhf.guideline.advice.call_figures import CallFigures, ShardedModel, TransferBytes, relevant_settings
 from flexrlhf.guideline.advice.memo import Memo
 from flexrlhf.guideline.advice.sketch import PlacedCall, SearchModel
@@ -20,15 +35,6 @@ from flexrlhf.guideline.costs.cost_model import Call, CostModel, Mesh
 from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost
 from flexrlhf.guideline.simulation.pricing import is_ring, side_of
-from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
-from flexrlhf.memory.states import State
-from flexrlhf.operators.graph import OperatorKind
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.placement.placement import Placement
-from flexrlhf.plan.plan import own_texts
-from flexrlhf.weights.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.api import ModelName, ModelSpec, Strategy
 from flexrlhf.guideline.advice.candidates import offload_sets, offloaded_spaces
 from flexrlhf.guideline.advice.guideline_rules import (
     DISAGGREGATE,
@@ -32,8 +32,6 @@ from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule, with_syncs_in_turn
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment
-from flexrlhf.placement.placed import ModelName
-from flexrlhf.strategies.strategy import Strategy
 
 RanksByName = Mapping[str, tuple[int, ...]]
 """Placed model → its ranks."""

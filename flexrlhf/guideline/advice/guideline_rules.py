@@ -12,16 +12,9 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
-from flexrlhf.config.spec import Spec
+from flexrlhf.api import Cluster, ModelShape, PlacedModel, Plan, Run, Spec, Strategy, bytes_text, counted
 from flexrlhf.guideline.search.problem import UNLIMITED
 from flexrlhf.guideline.simulation.simulate import Simulation
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Run
-from flexrlhf.strategies.strategy import Strategy
-from flexrlhf.text import bytes_text, counted
-from flexrlhf.weights.model_shape import ModelShape
 
 FEW_NODES = 2
 LEAST_SHADOW, MOST_SHADOW = Fraction(3, 10), Fraction(1, 2)

@@ -6,10 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.errors import SettingError
+from flexrlhf.api import ModelName, ModelSpec, SettingError
 from flexrlhf.guideline.search.problem import Assignment, Choice
-from flexrlhf.placement.placed import ModelName
 
 SPARED = 0.001
 """Share of memory that is left out in addition, so that what was rejected is not found again."""

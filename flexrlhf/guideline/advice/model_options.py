@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
 
-from flexrlhf.config.engines import ALL_KINDS
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import Spec
+from flexrlhf.api import ALL_KINDS, BatchShape, ModelShape, ModelSpec, PlacedModel, Spec, TextPacking
 from flexrlhf.guideline.advice.allowed_settings import CHOSEN, AllowedSettings
 from flexrlhf.guideline.advice.call_figures import CallFigures, ShardedModel, total
 from flexrlhf.guideline.advice.figure_maker import FigureMaker
@@ -20,10 +18,6 @@ from flexrlhf.guideline.advice.uniform_mesh import UniformMesh, changed, layout_
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.search.problem import Option
 from flexrlhf.guideline.simulation.calls import CallMaker
-from flexrlhf.memory.packed_rows import TextPacking
-from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.model_shape import ModelShape
 
 STEP = 1.25
 """Factor from one number of rows to the next, where sizes between those that are tried are looked at."""

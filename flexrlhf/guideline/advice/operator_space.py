@@ -19,11 +19,24 @@ from functools import cached_property, partial
 from math import inf
 from typing import Any
 
-from flexrlhf.config.engines import facts_of, full_engines
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.placement_settings import PlacementMap
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError, shown
+from flexrlhf.api import (
+    Layout,
+    ModelName,
+    ModelSpec,
+    Operator,
+    PlacedModel,
+    Placement,
+    PlacementMap,
+    Plan,
+    Run,
+    Spec,
+    Sync,
+    UserError,
+    facts_of,
+    full_engines,
+    placeable_graph,
+    shown,
+)
 from flexrlhf.guideline.advice.advise import LEAST_SHARE, PROPOSALS
 from flexrlhf.guideline.advice.candidates import Candidate, RejectedCandidate, check
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
@@ -48,13 +61,6 @@ from flexrlhf.guideline.search.problem import (
 from flexrlhf.guideline.search.result import SearchResult
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import Simulation
-from flexrlhf.operators.graph import Operator
-from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.placement.placement import Placement
-from flexrlhf.plan.pipeline import placeable_graph
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Run, Sync
 
 SHARED_SETTINGS = ("generate_tokens", "offload_optimizer")
 """Settings of a role that its operators share."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexrlhf.api import Plan, Run, bytes_text, span_of, table
 from flexrlhf.guideline.advice.advised_yaml import SIMULATED, peak_of
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
 from flexrlhf.guideline.advice.settings_text import further_degrees
@@ -9,9 +10,6 @@ from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.guideline.simulation.usage import Prices, usage_of
 from flexrlhf.guideline.simulation.usage_text import usage_lines
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Run
-from flexrlhf.text import bytes_text, span_of, table
 
 
 def format_operator_advice(advice: OperatorAdvice, source: CostSource, prices: Prices | None = None) -> str:

@@ -6,18 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from flexrlhf.config.engines import facts_of
-from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
-from flexrlhf.config.placement_settings import ClusterSpec, PlacementMap
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import (
+    Cluster,
+    ClusterSpec,
+    ModelName,
+    ModelSpec,
+    PlacementMap,
+    ShadowSpec,
+    Spec,
+    UserError,
+    facts_of,
+    place,
+)
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice, Option, SearchProblem, device_bytes
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.place import place
-from flexrlhf.placement.placed import ModelName
 
 Vector = tuple[Fraction, ...]
 TOO_LARGE = "none of the allowed settings fits into memory"

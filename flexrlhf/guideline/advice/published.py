@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from flexrlhf.config.model_settings import ModelSpec
+from flexrlhf.api import ModelSpec, Strategy
 from flexrlhf.guideline.advice.candidates import Candidate, offload_sets, offloaded_spaces
 from flexrlhf.guideline.advice.proposals import (
     TOO_LARGE,
@@ -19,7 +19,6 @@ from flexrlhf.guideline.advice.searched_step import is_allowed
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space import Space, on_all_devices
 from flexrlhf.guideline.search.branch_and_bound import search
-from flexrlhf.strategies.strategy import Strategy
 
 
 def usual(space: Space, seconds: float, gap: float) -> Iterator[Candidate]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.errors import UserError
+from flexrlhf.api import ModelSpec, Plan, UserError, make_plan
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check, ranked
 from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.advice.proposals import fits_memory, in_space
@@ -20,8 +19,6 @@ from flexrlhf.guideline.advice.space import Space, allowed_chunks, with_schedule
 from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.evaluate import evaluate
 from flexrlhf.guideline.search.problem import Assignment, Choice
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.plan import Plan
 
 ROUNDS = 3
 """Times that the settings of every model are looked at."""

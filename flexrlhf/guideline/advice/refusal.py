@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.errors import UserError, either
+from flexrlhf.api import Changes, Spec, Strategy, UserError, bytes_text, changed_spec, either, read_yaml
 from flexrlhf.guideline.advice.candidates import (
     Candidate,
     FeasibleCandidate,
@@ -36,9 +34,6 @@ from flexrlhf.guideline.advice.space import (
 from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import UNLIMITED, MeshShape, SearchProblem
-from flexrlhf.plan.changes import Changes, changed_spec
-from flexrlhf.strategies.strategy import Strategy
-from flexrlhf.text import bytes_text
 
 TRIES = 15
 """Changes, searches and plans of one series of changes, so that no series takes those of the next: all of a refusal are

@@ -8,19 +8,24 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from flexrlhf.config.model_settings import ModelSpec, ShadowSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import (
+    Cluster,
+    ModelSpec,
+    Plan,
+    SettingChange,
+    ShadowSpec,
+    Spec,
+    UserError,
+    changed_spec,
+    counted,
+    ranks_text,
+)
 from flexrlhf.guideline.advice.advise import SECONDS, advise, with_kind
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate, Method
 from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.advice.request_changes import OF_MODELS
 from flexrlhf.guideline.simulation.measured_run import MeasuredRun
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.plan.changes import SettingChange, changed_spec
-from flexrlhf.plan.plan import Plan
-from flexrlhf.text import counted, ranks_text
 
 OF_SHADOW = tuple(name for name in OF_MODELS if name in ShadowSpec.model_fields)
 """Settings of shadows that are chosen."""

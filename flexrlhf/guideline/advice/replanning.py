@@ -14,19 +14,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import Preempted, UserError
+from flexrlhf.api import (
+    AUTO,
+    Job,
+    Plan,
+    Preempted,
+    RankFactory,
+    RunDirectory,
+    Spec,
+    UserError,
+    checked_job,
+    make_plan,
+    resume_runs,
+)
+from flexrlhf.api.engine import REPLAN
 from flexrlhf.guideline.advice.replan import Replan, format_replan, places_text, replan, returns
 from flexrlhf.guideline.simulation.measured_run import measured_run
 from flexrlhf.guideline.simulation.run_record import read_record, restart_seconds
-from flexrlhf.launch.job import Job
-from flexrlhf.launch.preparation import checked_job
-from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.resume import AUTO, resume_runs
-from flexrlhf.runs.run_directory import RunDirectory
-from flexrlhf.trainer.stop_requests import REPLAN
 
 LOOK_SECONDS = 0.5
 """Time between two looks at the files of a run."""

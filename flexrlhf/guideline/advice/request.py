@@ -10,17 +10,22 @@ from typing import Any
 
 import yaml
 
-from flexrlhf.config.engines import facts_of
-from flexrlhf.config.model_names import Families, FoundModel
-from flexrlhf.config.placement_settings import ClusterSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import apply_override, load_spec
-from flexrlhf.config.user_paths import instead_of
-from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.errors import UserError, nearest
-from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.weights.shapes import read_config
+from flexrlhf.api import (
+    ClusterSpec,
+    DeviceClass,
+    Families,
+    FoundModel,
+    Spec,
+    UserError,
+    apply_override,
+    facts_of,
+    instead_of,
+    load_spec,
+    make_graph,
+    nearest,
+    read_config,
+    read_yaml,
+)
 
 PPO_ROLES = ("actor", "critic", "ref", "reward")
 MODEL, GPUS, GPU_TYPE = "llama-7b", 8, "A100-80G"

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flexrlhf.config.engines import facts_of, offloading_engine
-from flexrlhf.config.model_settings import LoraSpec, ModelSpec
-from flexrlhf.config.placement_settings import ClusterSpec
-from flexrlhf.config.spec import RolloutSpec, Spec
-from flexrlhf.config.strict_model import StrictModel
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.plan.changes import Changes, SettingChange, changed_spec
+from flexrlhf.api import (
+    Changes,
+    Cluster,
+    ClusterSpec,
+    DeviceClass,
+    LoraSpec,
+    ModelSpec,
+    RolloutSpec,
+    SettingChange,
+    Spec,
+    StrictModel,
+    changed_spec,
+    facts_of,
+    offloading_engine,
+)
 
 LEAST_RESPONSE = 128
 """Tokens of the shortest responses that are suggested."""

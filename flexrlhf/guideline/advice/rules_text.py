@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flexrlhf.api import Run, counted, table
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.advice.guideline_rules import FLEXRLHF, RuleVerdict, judged
-from flexrlhf.strategies.instructions import Run
-from flexrlhf.text import counted, table
 
 
 def rules_section(advice: Advice) -> Iterator[str]:

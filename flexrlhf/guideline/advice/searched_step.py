@@ -7,7 +7,21 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
-from flexrlhf.config.spec import Spec
+from flexrlhf.api import (
+    BatchShape,
+    Cluster,
+    DeviceClass,
+    Graph,
+    Layout,
+    Lengths,
+    ModelShape,
+    PlacedModel,
+    Roles,
+    Run,
+    Spec,
+    Sync,
+    run_lengths,
+)
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.sketch import Sketch, name_of
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
@@ -17,16 +31,6 @@ from flexrlhf.guideline.search.link_times import LinkTimes
 from flexrlhf.guideline.search.problem import LinkEnd, LinkSeconds, RowTransfer, SearchSync, SearchTask
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.pricing import UNKNOWN, rows_bytes, synced_weights
-from flexrlhf.operators.columns import Lengths
-from flexrlhf.operators.graph import Graph
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.ratios import Roles
-from flexrlhf.plan.router_replay import run_lengths
-from flexrlhf.strategies.instructions import Run, Sync
-from flexrlhf.weights.model_shape import ModelShape
 
 FORBIDDEN = 1e9
 """Seconds of a forbidden transfer; with a lag they may be spread over some steps."""

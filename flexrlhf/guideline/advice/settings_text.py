@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from flexrlhf.config.engines import facts_of
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.placement_settings import PlacementMap
+from flexrlhf.api import ModelSpec, Offload, PlacedModel, PlacementMap, Run, bytes_text, facts_of, ranks_text, table
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import ratios_of
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.strategies.instructions import Offload, Run
-from flexrlhf.text import bytes_text, ranks_text, table
 
 SAVING_SETTINGS = {
     "optimizer in host memory": "offload_optimizer",

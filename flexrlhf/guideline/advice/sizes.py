@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from flexrlhf.config.model_names import FoundModel
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import Cluster, DeviceClass, FoundModel, Spec, UserError
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
@@ -19,8 +17,6 @@ from flexrlhf.guideline.advice.refusal import last_resort
 from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.advice.space import Space, make_space
 from flexrlhf.guideline.simulation.inputs import costs_for, lengths_for
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.devices import DeviceClass
 
 CLASSES = ("RTX4090-24G", "L40S-48G", "A100-80G", "H100-80G")
 """Device classes of a table, where none is named."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from flexrlhf.display.plain_lines import rate
+from flexrlhf.api import Plan, bytes_text, rate, table
 from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.advice.sizes import MOST_DEVICES, TIMES, Size, SizedPlan, SizeTable
 from flexrlhf.guideline.costs.profiles import accuracy_by_figures
@@ -14,8 +14,6 @@ from flexrlhf.guideline.simulation.inputs import engine_family
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.guideline.simulation.usage import THOUSAND, Prices, RunUsage, usage_of
 from flexrlhf.guideline.simulation.usage_text import amount_text, duration_text, share_text
-from flexrlhf.plan.plan import Plan
-from flexrlhf.text import bytes_text, table
 
 GENERATOR = "<!-- flexrlhf size "
 """Start of the first line of a Markdown page, which has the command that writes it."""

@@ -7,21 +7,29 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Self
 
-from flexrlhf.config.model_settings import Head, ModelSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import (
+    BatchShape,
+    Graph,
+    Head,
+    Instruction,
+    Layout,
+    ModelName,
+    ModelSpec,
+    OperatorKind,
+    PlacedModel,
+    Placement,
+    Roles,
+    Run,
+    Spec,
+    Strategy,
+    Sync,
+    UserError,
+    check_operators,
+    run_graph,
+)
 from flexrlhf.guideline.simulation.calls import texts_per_row
 from flexrlhf.guideline.simulation.column_writers import ColumnWriters
 from flexrlhf.guideline.simulation.model_free_costs import source_section
-from flexrlhf.operators.graph import Graph, OperatorKind
-from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.placement.placement import Placement
-from flexrlhf.placement.ratios import Roles
-from flexrlhf.plan.engine_checks import check_operators
-from flexrlhf.plan.pipeline import run_graph
-from flexrlhf.strategies.instructions import Instruction, Run, Sync
-from flexrlhf.strategies.strategy import Strategy
 
 PlacedCallKind = OperatorKind | Literal["switch"]
 """OperatorKind of an operator, or "switch": a transfer of the model's tensors to or from host memory."""

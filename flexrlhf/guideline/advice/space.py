@@ -10,10 +10,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from flexrlhf.config.engines import facts_of
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import (
+    BatchShape,
+    Layout,
+    ModelName,
+    ModelSpec,
+    ResolvedSpec,
+    Spec,
+    Strategy,
+    UserError,
+    facts_of,
+    model_shapes,
+    recomputes_next_to_generation,
+    rollout_settings,
+)
 from flexrlhf.guideline.advice.limits import SpaceLimits
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.searched_step import SearchedStep
@@ -35,13 +45,6 @@ from flexrlhf.guideline.search.problem import (
 )
 from flexrlhf.guideline.simulation.calls import CallMaker
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import ModelName
-from flexrlhf.placement.rollout import rollout_settings
-from flexrlhf.plan.models import model_shapes
-from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
-from flexrlhf.plan.pipeline import ResolvedSpec
-from flexrlhf.strategies.strategy import Strategy
 
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks that are tried."""

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flexrlhf.config.engines import facts_of, full_engines, is_engine
-from flexrlhf.config.model_names import Families
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError, either
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.placement.ratios import Roles
-from flexrlhf.plan.engine_checks import check_engine, check_settings
-from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.api import (
+    Cluster,
+    Families,
+    Layout,
+    ModelName,
+    ModelShape,
+    ModelSpec,
+    PlacedModel,
+    Roles,
+    Spec,
+    UserError,
+    check_engine,
+    check_settings,
+    either,
+    facts_of,
+    full_engines,
+    is_engine,
+)
 
 
 def with_types_of_stages(written: Spec, spec: Spec, cluster: Cluster) -> Spec:

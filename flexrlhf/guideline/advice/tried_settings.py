@@ -9,17 +9,24 @@ from math import inf
 
 from pydantic import BaseModel
 
-from flexrlhf.config.engines import EngineFacts, facts_of
-from flexrlhf.config.model_settings import DTYPE_BYTES, ModelSpec, ShadowSpec
-from flexrlhf.config.spec import RolloutSpec, Spec
+from flexrlhf.api import (
+    DTYPE_BYTES,
+    LONG_ROW,
+    BatchShape,
+    EngineFacts,
+    Layout,
+    ModelShape,
+    ModelSpec,
+    PlacedModel,
+    RolloutSpec,
+    ShadowSpec,
+    Spec,
+    facts_of,
+    rollout_settings,
+)
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.uniform_mesh import UniformMesh
 from flexrlhf.guideline.simulation.calls import row_patterns
-from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import rollout_settings
-from flexrlhf.plan.changes import LONG_ROW
-from flexrlhf.weights.model_shape import ModelShape
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
 WHOLE_NODES = (16, 32, 64)

@@ -6,14 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import RolloutSpec
+from flexrlhf.api import Cluster, DeviceClass, Layout, ModelSpec, PlacedModel, RolloutSpec
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.costs.cost_model import Links
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.layout import Layout
-from flexrlhf.placement.placed import PlacedModel
 
 
 @dataclass(frozen=True)

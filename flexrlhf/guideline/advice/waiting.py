@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from flexrlhf.api import counted, table
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
 from flexrlhf.guideline.advice.space import with_schedule
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
-from flexrlhf.text import counted, table
 
 CHUNKS = PROCESSES = (1, 2, 4)
 """Chunks that are tried, and factors of the processes."""

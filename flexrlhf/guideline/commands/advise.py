@@ -11,17 +11,25 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flexrlhf.cli.options import ConfigOption, MeasuredIn, Overrides, Price, Profile, RunOptions, complete_config
-from flexrlhf.cli.working import working
-from flexrlhf.config.data_settings import MOST_TOKENS
-from flexrlhf.config.output_path import OutputPath
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import (
+    MOST_TOKENS,
+    Cluster,
+    ConfigOption,
+    MeasuredIn,
+    OutputPath,
+    Overrides,
+    Price,
+    Profile,
+    RunOptions,
+    Spec,
+    UserError,
+    complete_config,
+    working,
+)
 from flexrlhf.guideline.commands.basis import Basis
-from flexrlhf.placement.cluster import Cluster
 
 if TYPE_CHECKING:
-    from flexrlhf.config.spec import Spec
+    from flexrlhf.api import Spec
     from flexrlhf.guideline.advice.candidates import Method
     from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
     from flexrlhf.guideline.simulation.measured_run import MeasuredRun

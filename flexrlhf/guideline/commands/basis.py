@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from flexrlhf.config.spec import Spec
+    from flexrlhf.api import Spec
     from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
     from flexrlhf.guideline.simulation.measured_run import MeasuredRun
 

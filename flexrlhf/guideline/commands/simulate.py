@@ -9,12 +9,18 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import MeasuredIn, Price, Profile, RunOptions, with_run_options
-from flexrlhf.cli.planning import plan_runs
-from flexrlhf.config.output_path import OutputPath
-from flexrlhf.errors import UserError
+from flexrlhf.api import (
+    MeasuredIn,
+    OutputPath,
+    Price,
+    Profile,
+    RunOptions,
+    UserError,
+    lack_text,
+    plan_runs,
+    with_run_options,
+)
 from flexrlhf.guideline.commands.basis import Basis
-from flexrlhf.plan.suggestions import lack_text
 
 Lengths = Annotated[
     str | None,

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexrlhf.cli.options import Overrides, Price
-from flexrlhf.cli.working import working
-from flexrlhf.config.data_settings import MOST_TOKENS
-from flexrlhf.config.output_path import OutputPath
-from flexrlhf.config.plugins import load_plugin
+from flexrlhf.api import MOST_TOKENS, OutputPath, Overrides, Price, load_plugin, working
 from flexrlhf.guideline.commands.advise import (
     Engine,
     MeanResponse,

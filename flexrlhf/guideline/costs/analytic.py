@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from flexrlhf.api import DeviceClass, Primitive
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.generation import generate_cost
 from flexrlhf.guideline.costs.links import sync_cost, travel_seconds
 from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, DecodeProfile, EngineProfile, read_table
 from flexrlhf.guideline.costs.training import forward_cost, train_cost
-from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.transfer import Primitive
 
 
 @dataclass(frozen=True)

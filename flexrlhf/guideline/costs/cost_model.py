@@ -7,14 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, Protocol
 
-from flexrlhf.config.model_settings import Head
+from flexrlhf.api import CallKind, DecoderSizes, DeviceClass, Head, ModelShape, ParameterName, Primitive
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
-from flexrlhf.operators.graph import CallKind
-from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.transfer import Primitive
-from flexrlhf.weights.decoder_sizes import DecoderSizes
-from flexrlhf.weights.model_shape import ModelShape
-from flexrlhf.weights.parameters import ParameterName
 
 PORT_GB_S = 12.5
 """Least speed of a port of a node with several: 100 Gb/s. A slower network is one port."""

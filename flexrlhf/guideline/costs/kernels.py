@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import pow
 from pathlib import Path
 
+from flexrlhf.api import DeviceClass
 from flexrlhf.guideline.costs.profiles import read_table
-from flexrlhf.placement.devices import DeviceClass
 
 TILE = 128
 LAUNCH_SECONDS = 1e-5

@@ -14,10 +14,10 @@ from functools import cached_property, lru_cache
 from math import ceil, log2, sqrt
 from pathlib import Path
 
+from flexrlhf.api import Primitive
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel, Links, Traffic
 from flexrlhf.guideline.costs.profiles import named_rows, read_table
 from flexrlhf.guideline.costs.relations import Relation
-from flexrlhf.placement.transfer import Primitive
 
 TransferTime = Callable[[float], float]
 """Time by bytes."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from flexrlhf.config.engines import facts_of
+from flexrlhf.api import DeviceClass, Primitive, facts_of
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.decode_phases import DecodePhase, decoding
@@ -25,8 +25,6 @@ from flexrlhf.guideline.costs.links import AS_GIVEN, WITHIN
 from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, read_measurements
 from flexrlhf.guideline.costs.profiles import DECODERS
 from flexrlhf.guideline.costs.training import layer_products, parts_traffic, replica_sum_seconds
-from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.transfer import Primitive
 
 GRADIENT_BYTES = 4
 """Bytes of a trained parameter's gradient when it is summed over replicas and updates its weight."""

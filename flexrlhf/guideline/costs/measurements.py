@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flexrlhf.errors import UserError
+from flexrlhf.api import CallKind, UserError
 from flexrlhf.guideline.costs.cost_model import Transformer
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
-from flexrlhf.operators.graph import CallKind
 
 VERSION = 2
 MeasuredPrimitive = Literal["all_gather", "all_to_all", "point_to_point"]

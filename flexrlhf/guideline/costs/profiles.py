@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter
 
-from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.api import DeviceClass
 
 Row = TypeVar("Row")
 

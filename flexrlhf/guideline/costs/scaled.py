@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from flexrlhf.api import CallKind, DeviceClass, Primitive
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
-from flexrlhf.operators.graph import CallKind
-from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.transfer import Primitive
 
 CallWork = tuple[CallKind, str, Transformer]
 """Kind of a call, its engine, its model."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, lcm
 
-from flexrlhf.config.engines import facts_of
+from flexrlhf.api import DeviceClass, facts_of
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.kernels import (
     attention_seconds,
@@ -26,7 +26,6 @@ from flexrlhf.guideline.costs.links import (
     travel_seconds,
 )
 from flexrlhf.guideline.costs.profiles import EngineProfile
-from flexrlhf.placement.devices import DeviceClass
 
 # FlashAttention 2, section 3.1: five products of the square backward, two forward.
 ATTENTION_BACKWARD = 2.5

@@ -18,8 +18,8 @@ from functools import cached_property
 from itertools import pairwise
 from math import gcd, prod
 
+from flexrlhf.api import Cluster
 from flexrlhf.guideline.costs.relations import Relation
-from flexrlhf.placement.cluster import Cluster
 
 CONTIGUOUS_NODES = 16
 """Largest number of nodes for which every run of adjacent nodes is a mesh; beyond, only aligned powers of two and a few

@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import Plan, Spec, Strategy, UserError, make_graph
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.variants import Variant, Variants
-from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.strategy import Strategy
 
 LEAST_GAIN = 0.02
 """Share of the samples per second below which a larger lag counts as no gain: its batches are older."""

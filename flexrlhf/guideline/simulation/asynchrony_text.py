@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flexrlhf.api import bytes_text, table
 from flexrlhf.guideline.simulation.asynchrony import LEAST_GAIN, AsynchronyTable
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
 from flexrlhf.guideline.simulation.variants import Variant
-from flexrlhf.text import bytes_text, table
 
 HEADS = (
     "lag",

@@ -10,21 +10,23 @@ from functools import lru_cache
 from itertools import chain
 from math import gcd
 
-from flexrlhf.guideline.costs.cost_model import Call, MeanPass, Pages, transformer_of
-from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.memory.budget import SequenceLengths
-from flexrlhf.memory.packed_rows import (
+from flexrlhf.api import (
+    BatchShape,
+    CallKind,
+    Layout,
+    Lengths,
+    ModelShape,
+    Operator,
     PackedPass,
+    PagedCache,
+    PlacedModel,
+    SequenceLengths,
     TextGroup,
     TextPacking,
     Unit,
 )
-from flexrlhf.operators.columns import Lengths
-from flexrlhf.operators.graph import CallKind, Operator
-from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import PagedCache
-from flexrlhf.weights.model_shape import ModelShape
+from flexrlhf.guideline.costs.cost_model import Call, MeanPass, Pages, transformer_of
+from flexrlhf.guideline.simulation.inputs import TextLengths
 
 MOST_TEXTS = 256
 """Texts that are laid out for a price; of more, passes are in proportion."""

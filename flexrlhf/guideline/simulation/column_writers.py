@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from flexrlhf.placement.placed import ModelName
-from flexrlhf.strategies.instructions import Instruction, Run
+from flexrlhf.api import Instruction, ModelName, Run
 
 
 class ColumnWriters:

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from flexrlhf.config.user_paths import instead_of
-from flexrlhf.errors import UserError
+from flexrlhf.api import Run, Span, Trace, UserError, instead_of
 from flexrlhf.guideline.simulation.simulate import Simulation
-from flexrlhf.strategies.instructions import Run
-from flexrlhf.timeline import Span, Trace
 
 WARM_UP_STEPS = 1
 """First steps that are left out: libraries load, allocators grow."""

@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.api import BatchShape, EnvironmentSpec, Layout, Plan, Run
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.simulation.calls import replica_rows
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.placement.layout import BatchShape, Layout
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Run
 
 
 def crowding(plan: Plan, computing: float) -> float:

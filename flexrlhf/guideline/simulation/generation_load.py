@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from flexrlhf.errors import UserError
+from flexrlhf.api import ModelName, Run, UserError
 from flexrlhf.guideline.costs.cost_model import Call, CostModel, Pages
 from flexrlhf.guideline.costs.decode_phases import DecodeSteps, decoding, length_bins
 from flexrlhf.guideline.costs.profiles import DECODERS
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.simulate import Simulation
 from flexrlhf.guideline.simulation.variants import Variant, Variants
-from flexrlhf.placement.placed import ModelName
-from flexrlhf.strategies.instructions import Run
 
 FEW = 0.5
 """Share of the rows that are decoded at most below which the others count as ended."""

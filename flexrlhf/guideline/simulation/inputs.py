@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexrlhf.config.engines import facts_of, is_engine
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.config.user_paths import instead_of
-from flexrlhf.data.files import is_present
-from flexrlhf.errors import UserError
+from flexrlhf.api import (
+    Cluster,
+    ModelSpec,
+    Plan,
+    Spec,
+    UserError,
+    facts_of,
+    instead_of,
+    is_engine,
+    is_present,
+    make_plan,
+)
 from flexrlhf.guideline import costs
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import CostModel
@@ -25,9 +31,6 @@ from flexrlhf.guideline.costs.profiles import (
     StepPart,
     accuracy_by_figures,
 )
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.plan import Plan
 
 USUAL_TOKENS, USUAL_SHARE = 300.0, 0.25
 """Mean response, or share of the limit where that is more: answers of an instruct model have 204 tokens on the average

@@ -13,10 +13,8 @@ from random import Random
 from statistics import NormalDist
 from typing import Any
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError, shown
+from flexrlhf.api import Plan, Spec, UserError, shown
 from flexrlhf.guideline.simulation.inputs import USUAL_SHARE, TextLengths, lengths_for, lengths_in_data, truncated
-from flexrlhf.plan.plan import Plan
 
 HEAVY_TAIL = "heavy-tail"
 SIGMA = 0.9

@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import Instruction, Offload, Plan, Reload, Run, Span, Spec, Sync, UserError
 from flexrlhf.guideline.costs.cost_model import transformer_of
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
@@ -35,9 +34,6 @@ from flexrlhf.guideline.simulation.inputs import (
     truncated_exponential,
 )
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Instruction, Offload, Reload, Run, Sync
-from flexrlhf.timeline import Span
 
 RECENT_STEPS = 10
 """Steps whose times and lengths are taken, the last ones."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from flexrlhf.config.spec import Spec
+from flexrlhf.api import Operator, Spec
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
-from flexrlhf.operators.graph import Operator
 
 RETOKENIZED = "retokenized"
 """Stands for a section where texts are encoded again."""

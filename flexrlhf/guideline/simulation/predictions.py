@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import typer
 
-from flexrlhf.errors import UserError
+from flexrlhf.api import Plan, UserError
 from flexrlhf.guideline.simulation.inputs import check_prices, costs_for
 from flexrlhf.guideline.simulation.lengths import read_lengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import format_prediction
 from flexrlhf.guideline.simulation.usage import read_prices
-from flexrlhf.plan.plan import Plan
 
 
 def print_predictions(plans: Sequence[Plan], price: str | None) -> None:

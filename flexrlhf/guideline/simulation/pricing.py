@@ -11,8 +11,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from flexrlhf.config.spec import Spec, SyncSpec
-from flexrlhf.errors import UserError
+from flexrlhf.api import (
+    BatchShape,
+    Checkpoint,
+    DeviceClass,
+    Eval,
+    Instruction,
+    Lengths,
+    ModelShape,
+    Move,
+    Offload,
+    Operator,
+    PlacedModel,
+    Plan,
+    Release,
+    Reload,
+    Run,
+    Save,
+    Spec,
+    Sync,
+    SyncSpec,
+    UserError,
+)
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.relations import relation_of
@@ -20,25 +40,6 @@ from flexrlhf.guideline.simulation.calls import CallMaker, replica_rows, texts_p
 from flexrlhf.guideline.simulation.episode_prices import EpisodePrices, crowding
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost, source_section
-from flexrlhf.operators.columns import Lengths
-from flexrlhf.operators.graph import Operator
-from flexrlhf.placement.devices import DeviceClass
-from flexrlhf.placement.layout import BatchShape
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import (
-    Checkpoint,
-    Eval,
-    Instruction,
-    Move,
-    Offload,
-    Release,
-    Reload,
-    Run,
-    Save,
-    Sync,
-)
-from flexrlhf.weights.model_shape import ModelShape
 
 UNKNOWN = DeviceClass("any", tflops=0.1, memory_gb=16, memory_gb_s=20, link_gb_s=1, host_gb_s=10, node_gb_s=1)
 """About a CPU: stands for a class without figures, where the cost model was measured on the device itself."""

@@ -9,16 +9,13 @@ from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
+from flexrlhf.api import Instruction, PackedPass, PlacedModel, Plan, Run, TextGroup
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, reads_prompts_once, texts_per_row
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.lengths import batch_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.rounds import EndedRow, Prompt, Round, Segment, Segments, make_rounds
-from flexrlhf.memory.packed_rows import PackedPass, TextGroup
-from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Instruction, Run
 
 Row = TypeVar("Row")
 FIRST_TOKEN = (1.0,)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from flexrlhf.plan.plan import Plan
+from flexrlhf.api import Plan
 
 
 class Segment(NamedTuple):

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexrlhf.errors import UserError
+from flexrlhf.api import DiskNeed, Plan, RunContents, RunDirectory, UserError, make_plan, read_contents
 from flexrlhf.guideline.simulation.measured_run import MeasuredRun, RunRecord
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.free_space import DiskNeed
-from flexrlhf.runs.run_contents import RunContents, read_contents
-from flexrlhf.runs.run_directory import RunDirectory
 
 
 def read_record(directory: Path, plan: Plan | None = None) -> RunRecord:

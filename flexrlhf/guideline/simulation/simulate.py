@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from flexrlhf.errors import UserError
+from flexrlhf.api import CallKind, Instruction, ModelName, Move, NodeBytes, Plan, Run, Span, Trace, UserError
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 from flexrlhf.guideline.costs.profiles import StepPart
 from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for, longest_lengths
@@ -29,12 +29,6 @@ from flexrlhf.guideline.simulation.walk import (
     steady_seconds,
     walk_steps,
 )
-from flexrlhf.operators.graph import CallKind
-from flexrlhf.placement.placed import ModelName
-from flexrlhf.plan.node_traffic import NodeBytes
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Instruction, Move, Run
-from flexrlhf.timeline import Span, Trace
 
 PARTS: Mapping[CallKind, StepPart] = {"generate": "generation", "train": "training", "forward": "other calls"}
 """Part of a step that calls of each kind are in."""

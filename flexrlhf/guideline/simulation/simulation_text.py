@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple
 from pathlib import Path
 
+from flexrlhf.api import Instruction, Move, Plan, Run, Sync, bytes_text, counted, rank_marks, ranks_text, span_of
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.costs.profiles import Accuracy
 from flexrlhf.guideline.simulation.compare import Comparison, SpanComparison, SpanKey
@@ -17,9 +18,6 @@ from flexrlhf.guideline.simulation.simulate import Simulation, TimeShares
 from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction
 from flexrlhf.guideline.simulation.usage import Prices, usage_of
 from flexrlhf.guideline.simulation.usage_text import usage_lines
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
-from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, span_of
 
 LABEL_WIDTH, RANKS_WIDTH = 52, 24
 NUM_KEYS = 5

@@ -6,13 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flexrlhf.api import Instruction, ModelName, Move, Offload, Placement, Release, Reload, Run, Sync
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.simulation.column_writers import ColumnWriters
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.walk import TimedInstruction
-from flexrlhf.placement.placed import ModelName
-from flexrlhf.placement.placement import Placement
-from flexrlhf.strategies.instructions import Instruction, Move, Offload, Release, Reload, Run, Sync
 
 
 @dataclass(frozen=True)

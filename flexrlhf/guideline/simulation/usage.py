@@ -7,16 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flexrlhf.errors import UserError, nearest
+from flexrlhf.api import CallKind, Plan, Run, UserError, nearest
 from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
 from flexrlhf.guideline.costs.profiles import StepPart
 from flexrlhf.guideline.simulation.calls import texts_per_row
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.pricing import attempt_shape
 from flexrlhf.guideline.simulation.simulate import PARTS, Simulation
-from flexrlhf.operators.graph import CallKind
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Run
 
 Prices = Mapping[str, float]
 """Price of an hour of a device, by its class."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flexrlhf.display.plain_lines import rate
+from flexrlhf.api import counted, rate
 from flexrlhf.guideline.simulation.usage import THOUSAND, RunUsage
-from flexrlhf.text import counted
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flexrlhf.config.spec import Spec
+from flexrlhf.api import Plan, Run, Spec, make_plan
 from flexrlhf.guideline.costs.cost_model import CostModel
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.pricing import Pricer
@@ -19,9 +19,6 @@ from flexrlhf.guideline.simulation.round_prices import RoundPricer, rounds_of
 from flexrlhf.guideline.simulation.rounds import Round
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.guideline.simulation.walk import PERIODS, Due, Durations, walk_steps
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Run
 
 ROWS = 50_000
 """Rows of all measured steps together, but for the bounds of ``NUM_STEPS``."""

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
+from flexrlhf.api import DeviceClass, Spec, UserError
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.areal.algorithm import put_algorithm
 from flexrlhf.imports.areal.reasons import WITH_EFFECT, WITHOUT_EFFECT
@@ -31,7 +30,6 @@ from flexrlhf.imports.run_parts import put_checkpoints, put_evaluation, put_leng
 from flexrlhf.imports.score_parts import put_scored_by_code
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
-from flexrlhf.placement.devices import DeviceClass
 
 DEFAULTS: dict[str, Any] = {
     "gconfig.n_samples": 1,

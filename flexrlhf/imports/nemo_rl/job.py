@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from flexrlhf.errors import UserError
+from flexrlhf.api import UserError
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
 from flexrlhf.imports.expert_settings import (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.errors import UserError
+from flexrlhf.api import PEERS, UserError
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import machines, other_roles, put_cluster, put_generating, put_gpus, put_vllm, span
 from flexrlhf.imports.expert_settings import put_router_loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flexrlhf.errors import UserError
+from flexrlhf.api import UserError
 from flexrlhf.imports.parts import CUT, drop_cuts, put_model, put_reals
 from flexrlhf.imports.ratio_bounds import NO_BOUND, NO_LOWER_BOUND, put_cap, put_floor
 from flexrlhf.imports.score_parts import put_functions, put_scored_by_code

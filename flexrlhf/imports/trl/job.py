@@ -8,9 +8,7 @@ from typing import Any
 
 import yaml
 
-from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.errors import UserError
+from flexrlhf.api import PEERS, UserError, read_yaml
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import machines_of, put_apart, put_cluster, put_gpus, put_vllm
 from flexrlhf.imports.expert_settings import put_router_loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.config.presets.filling import PEERS
+from flexrlhf.api import PEERS
 from flexrlhf.imports.parts import drop_cuts, put_estimator, put_overlong, put_reals
 from flexrlhf.imports.ratio_bounds import NO_LOWER_BOUND, note_penalty, put_cap, put_floor, put_rejection
 from flexrlhf.imports.settings import LARGEST, JobSettings, Setting, is_true, read_scalar

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flexrlhf.config.model_names import MODELS
+from flexrlhf.api import MODELS
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import num_devices
 from flexrlhf.imports.expert_settings import (

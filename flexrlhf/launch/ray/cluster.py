@@ -17,12 +17,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from flexrlhf.comm.store import Notice
-from flexrlhf.config.placement_settings import ClusterSpec
-from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.placement.cluster import Cluster
-from flexrlhf.placement.hosts import HostPort
-from flexrlhf.signals import Ending, handled
+from flexrlhf.api import Cluster, ClusterSpec, Ending, HostPort, RunStopped, UserError, handled
+from flexrlhf.api.engine import Notice
 
 CONNECT_SECONDS = 10.0
 WAIT_SECONDS = 900.0

@@ -14,21 +14,26 @@ from socket import gethostname
 from types import FrameType
 from typing import Any
 
-from flexrlhf.errors import Interrupted, RankFailure, UserError
-from flexrlhf.launch.failures import FailureReporter
-from flexrlhf.launch.job import Job
-from flexrlhf.launch.rank_factory import RankFactory
+from flexrlhf.api import (
+    ORDERS,
+    Ending,
+    HostPort,
+    Hosts,
+    Interrupted,
+    Job,
+    Plan,
+    RankFactory,
+    RankFailure,
+    StopSignal,
+    Terms,
+    UserError,
+    handled,
+    probed_directories,
+    ranks_text,
+)
+from flexrlhf.api.engine import LOOPBACK, STOPPED, FailureReporter, end_between_attempts
 from flexrlhf.launch.ray.cluster import Bundle, connected, ray_device, require_ray, reserved
 from flexrlhf.launch.ray.node import NodeEnd, NodeReport, RayNode
-from flexrlhf.launch.rendezvous import LOOPBACK
-from flexrlhf.launch.shared_directories import probed_directories
-from flexrlhf.launch.start import STOPPED, end_between_attempts
-from flexrlhf.launch.terms import Terms
-from flexrlhf.placement.hosts import HostPort, Hosts
-from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.resume import ORDERS
-from flexrlhf.signals import Ending, StopSignal, handled
-from flexrlhf.text import ranks_text
 
 PREFIXES = (
     "FLEXRLHF_",

@@ -25,13 +25,21 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import IO, Literal
 
-from flexrlhf.config.code_loading import python_command
-from flexrlhf.errors import Interrupted, RankFailure, UserError
-from flexrlhf.launch.lifetime import LAUNCHER, end_with_launcher, quiet_torch
-from flexrlhf.launch.shared_directories import DirectoryFacts
-from flexrlhf.launch.terms import Sides, Terms
-from flexrlhf.plan.pipeline import make_plan, make_plans
-from flexrlhf.runs.resume import ORDERS
+from flexrlhf.api import (
+    LAUNCHER,
+    ORDERS,
+    DirectoryFacts,
+    Interrupted,
+    RankFailure,
+    Sides,
+    Terms,
+    UserError,
+    end_with_launcher,
+    make_plan,
+    make_plans,
+    python_command,
+    quiet_torch,
+)
 
 POLL_SECONDS = 0.5
 """Longest time that a poll waits for something to report."""
@@ -178,10 +186,8 @@ def launch_node(files: Path, nodes: int, node: int, endpoint: str, attempt: int)
     endpoint:  HOST:PORT of planned node 0; empty with one node
     attempt:   number of the attempt, from 0; the driver makes them
     """
-    from flexrlhf.launch.rank_factory import RankFactory
-    from flexrlhf.launch.rendezvous import NodeRendezvous
-    from flexrlhf.launch.start import launch
-    from flexrlhf.placement.hosts import Hosts
+    from flexrlhf.api import Hosts, RankFactory
+    from flexrlhf.api.engine import NodeRendezvous, launch
 
     hosts = Hosts(nodes, node, endpoint)
     try:

@@ -7,13 +7,19 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import Nnodes, NodeRank, RdzvEndpoint, RunOptions, with_run_options
-from flexrlhf.cli.planning import plan_runs
-from flexrlhf.data.quickstart import prepare_corpus
-from flexrlhf.errors import RunStopped
-from flexrlhf.launch.rank_factory import RankFactory
-from flexrlhf.placement.hosts import Hosts
-from flexrlhf.plan.plan import Plan
+from flexrlhf.api import (
+    Hosts,
+    Nnodes,
+    NodeRank,
+    Plan,
+    RankFactory,
+    RdzvEndpoint,
+    RunOptions,
+    RunStopped,
+    plan_runs,
+    prepare_corpus,
+    with_run_options,
+)
 
 Timeout = Annotated[
     float, typer.Option(min=1, metavar="SECONDS", help="longest wait for another machine, and for a rank")
@@ -52,12 +58,12 @@ def run_preflight(
     factory: RankFactory | None = None,
 ) -> None:
     """Check everything before ``plans`` run, and print a table on node 0; raises RunStopped if a check fails."""
-    from flexrlhf.launch.lifetime import quiet_torch
+    from flexrlhf.api import quiet_torch
 
     quiet_torch()
+    from flexrlhf.api import resume_runs
     from flexrlhf.measure.doctor import preflight
     from flexrlhf.measure.facts import closing_line, failed, format_checks
-    from flexrlhf.runs.resume import resume_runs
 
     runs = [run for run in resume_runs(tuple(plans), resume, accepts=True) if not run.finished]
     if not runs:

@@ -7,20 +7,20 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.cli.options import (
+from flexrlhf.api import (
     ConfigOption,
     Devices,
+    Hosts,
     Nnodes,
     NodeRank,
     Overrides,
+    Plan,
     RdzvEndpoint,
     RunOptions,
     complete_config,
+    plan_runs,
+    prepare_corpus,
 )
-from flexrlhf.cli.planning import plan_runs
-from flexrlhf.data.quickstart import prepare_corpus
-from flexrlhf.placement.hosts import Hosts
-from flexrlhf.plan.plan import Plan
 
 Configs = Annotated[
     list[Path] | None,
@@ -71,10 +71,10 @@ def profile(
 
 def _network(plan: Plan, hosts: Hosts) -> float:
     """Measure the links between all machines with all their ranks; return GB/s."""
-    from flexrlhf.launch.lifetime import quiet_torch
+    from flexrlhf.api import quiet_torch
 
     quiet_torch()
-    from flexrlhf.launch.rendezvous import JOIN_SECONDS
+    from flexrlhf.api.engine import JOIN_SECONDS
     from flexrlhf.measure.doctor import measure_network
 
     return measure_network(plan, hosts, JOIN_SECONDS, plan.spec.timeout_seconds)

@@ -1,0 +1,65 @@
+"""The face of the core for parts that need torch: the contract of an engine and its passes, ranks, messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flexrlhf.api import loader
+
+if TYPE_CHECKING:
+    from flexrlhf.comm.move import ColumnMover, RowPacking
+    from flexrlhf.comm.progress import RankProgress
+    from flexrlhf.comm.reduce import RankGroup
+    from flexrlhf.comm.rows import RowStore
+    from flexrlhf.comm.store import Notice, own_address
+    from flexrlhf.comm.sync import SyncChannel, WeightMover
+    from flexrlhf.comm.world import World, as_world, cuda_backend, gpu_number, local_device, new_group, posted
+    from flexrlhf.engines.attention import SharedAttention
+    from flexrlhf.engines.base import (
+        Batch,
+        Engine,
+        EngineContext,
+        Loss,
+        MemoryUsage,
+        Moments,
+        Sampling,
+        StateTensor,
+        Totals,
+        TrainingState,
+        add_moments,
+    )
+    from flexrlhf.engines.context_parallel import own_part
+    from flexrlhf.engines.experts import ExpertSplit, has_experts
+    from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
+    from flexrlhf.engines.language_head import LanguageHead
+    from flexrlhf.engines.micro_batch import MicroBatch
+    from flexrlhf.engines.models import DTYPES, load_model
+    from flexrlhf.engines.non_finite import NonFinite, NonFiniteStep, TrainingPass
+    from flexrlhf.engines.optimizers import ScheduledOptimizer
+    from flexrlhf.engines.pass_settings import PassSettings
+    from flexrlhf.engines.passes import make_passes
+    from flexrlhf.engines.readout import Computed, PassRequest, Readout
+    from flexrlhf.engines.routing import use_float32_routers
+    from flexrlhf.engines.sampling import completes_stop, gumbel_noise
+    from flexrlhf.engines.scalar_head import saved_value_head
+    from flexrlhf.engines.skeletons import Skeleton
+    from flexrlhf.engines.tensor_parallel import TensorParallelNames
+    from flexrlhf.engines.weight_files import PartReader
+    from flexrlhf.launch.devices import choose_device
+    from flexrlhf.launch.failures import FailureReporter
+    from flexrlhf.launch.joined_rank import joined_rank
+    from flexrlhf.launch.local import LocalLauncher
+    from flexrlhf.launch.rendezvous import JOIN_SECONDS, LOOPBACK, NodeRendezvous
+    from flexrlhf.launch.start import STOPPED, end_between_attempts, launch, run_on_ranks
+    from flexrlhf.runs.model_directory import save_model
+    from flexrlhf.runs.recorded_columns import Arrival, RecordedColumn, RecordedColumns
+    from flexrlhf.trainer.controllers import Controllers
+    from flexrlhf.trainer.execution import OperatorRun
+    from flexrlhf.trainer.loaded_models import LoadedModel, load_model_on_rank
+    from flexrlhf.trainer.operator_context import OperatorContext
+    from flexrlhf.trainer.run_operator import run_operator
+    from flexrlhf.trainer.stop_requests import REPLAN
+
+
+if not TYPE_CHECKING:
+    __getattr__ = loader(__name__, __file__)
