@@ -100,7 +100,7 @@ if TYPE_CHECKING:
     from flexrlhf.memory.states import PerParameter, State, Units, count_kinds, with_fused_layers, zero_split
     from flexrlhf.metrics import METRICS, Ends, Outcome, Triple
     from flexrlhf.operators.columns import Column, Lengths
-    from flexrlhf.operators.graph import CallKind, Graph, Operator, OperatorKind
+    from flexrlhf.operators.graph import CallKind, Graph, Operator, OperatorKind, TrainPart
     from flexrlhf.operators.outcomes import RowAccount
     from flexrlhf.placement.cluster import Cluster
     from flexrlhf.placement.devices import DeviceClass
@@ -129,13 +129,10 @@ if TYPE_CHECKING:
     from flexrlhf.plan.schedule_text import schedule_rows
     from flexrlhf.plan.suggestions import check_fits, lack_text, tightest_rank
     from flexrlhf.rewards.worker_calls import task_scorer
-    from flexrlhf.runs.file_reader import LineFields, without_surrogates
     from flexrlhf.runs.fingerprints import cpu_builds, needed_requirements
     from flexrlhf.runs.free_space import DiskDemand, DiskNeed
     from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, RunLogger, numbers, sample_table
-    from flexrlhf.runs.metric_table import MetricTable, Series
     from flexrlhf.runs.resume import AUTO, ORDERS, Resumption, resume_runs
-    from flexrlhf.runs.run_contents import CONFIG, METRICS_FILE, RecordedSteps, RunContents, read_contents, read_steps
     from flexrlhf.runs.run_directory import RunDirectory
     from flexrlhf.signals import Ending, StopSignal, handled
     from flexrlhf.strategies.calls import CalledStep

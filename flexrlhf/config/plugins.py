@@ -90,10 +90,11 @@ SHIPPED: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "preflight": "flexrlhf.measure.commands.doctor:run_preflight",
             "replan": "flexrlhf.guideline.advice.replanning:Replanner",
         },
-        # names of this package for Python
+        # what Python programs and other parts call
         "functions": {
             "advise": "flexrlhf.guideline.advice.advise:advise",
             "simulate": "flexrlhf.guideline.simulation.simulate:simulate",
+            "read_record": "flexrlhf.report.run_record:read_record",
         },
         # the settings of a YAML without a placement, and of placement: auto
         "chooser": {"search": "flexrlhf.guideline.advice.auto:choose"},

@@ -34,7 +34,7 @@ def compare(runs: ComparedRuns, all_: All = False) -> None:
 
     How far their metrics differ, and where the time of a step goes.
     """
-    from flexrlhf.api import read_steps
+    from flexrlhf.report.run_contents import read_steps
     from flexrlhf.report.side_by_side import format_runs
 
     if len(runs) < 2:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from flexrlhf.api import METRICS, RunContents, Series, counted, shortened
+from flexrlhf.api import METRICS, counted, shortened
 from flexrlhf.report.look import run_colour
+from flexrlhf.report.metric_table import Series
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
+from flexrlhf.report.run_contents import RunContents
 
 HEIGHT = 215
 MARGIN = {"l": 52, "r": 12, "t": 12, "b": 28}

@@ -8,21 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.api import (
-    CONFIG,
-    METRICS_FILE,
-    OutputPath,
-    Plan,
-    RunContents,
-    UserError,
-    bytes_text,
-    instead_of,
-    one_line,
-    read_contents,
-    without_surrogates,
-)
+from flexrlhf.api import OutputPath, Plan, UserError, bytes_text, instead_of, one_line
+from flexrlhf.report.file_reader import without_surrogates
 from flexrlhf.report.page import Page, Section, Table, is_own_page, render
 from flexrlhf.report.reported_run import ReportedRun, plan_of_run, predict, predict_run
+from flexrlhf.report.run_contents import CONFIG, METRICS_FILE, RunContents, read_contents
 from flexrlhf.report.sections import plan_page, run_page
 
 

@@ -11,11 +11,9 @@ from pathlib import Path
 from flexrlhf.api import (
     CalledStep,
     HubName,
-    LineFields,
     ModelShape,
     Plan,
     ResolvedSpec,
-    RunContents,
     RunDirectory,
     Span,
     Spec,
@@ -25,7 +23,9 @@ from flexrlhf.api import (
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.lengths import read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
+from flexrlhf.report.file_reader import LineFields
 from flexrlhf.report.look import InstructionStyles
+from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.step_times import StepTime, last_steps, settled_steps, step_times
 from flexrlhf.report.timeline_picture import MOST_SPANS, MOST_STEPS, Lane, ShownTimeline, lanes_of
 

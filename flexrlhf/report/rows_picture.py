@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from flexrlhf.api import METRICS, MetricTable, Outcome, RowAccount, RunContents, Series
+from flexrlhf.api import METRICS, Outcome, RowAccount
 from flexrlhf.report.curves import HEIGHT, MARGIN
 from flexrlhf.report.look import OTHERS, RUNS
+from flexrlhf.report.metric_table import MetricTable, Series
 from flexrlhf.report.picture import AUTOMARGIN, Picture, make_figure
+from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.samples_table import spread
 
 COLOURS = dict(zip(map(str, Outcome), (*RUNS, *OTHERS), strict=False))

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.api import LineFields, RunContents
+from flexrlhf.report.file_reader import LineFields
+from flexrlhf.report.run_contents import RunContents
 
 MOST_STEPS, MOST_PROMPTS, MOST_ROWS = 12, 12, 8
 """Steps, prompts of evaluations, and samples of a training step that are shown."""

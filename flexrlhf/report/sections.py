@@ -11,10 +11,7 @@ from typing import Any
 
 from flexrlhf.api import (
     Ends,
-    MetricTable,
     Plan,
-    RunContents,
-    Series,
     bytes_text,
     counted,
     gpu_warnings,
@@ -31,10 +28,12 @@ from flexrlhf.report.bytes_picture import between_nodes, bytes_picture, edge_byt
 from flexrlhf.report.curves import further_curves, left_out, main_curves
 from flexrlhf.report.look import run_colour
 from flexrlhf.report.memory_picture import counted_tensors, measured_peaks, memory_pictures
+from flexrlhf.report.metric_table import MetricTable, Series
 from flexrlhf.report.page import Card, Page, RunPart, Section, Table
 from flexrlhf.report.placement_picture import placement_picture
 from flexrlhf.report.reported_run import PLANNED_STEPS, Prediction, ReportedRun
 from flexrlhf.report.rows_picture import rows_picture, staleness_picture
+from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.samples_table import sample_groups
 from flexrlhf.report.timeline_picture import (
     MOST_LANES,

@@ -15,11 +15,8 @@ from typing import Any
 
 from flexrlhf.api import (
     METRICS,
-    MetricTable,
     OperatorKind,
-    RecordedSteps,
     Run,
-    Series,
     SettingDifference,
     Span,
     WorkKind,
@@ -30,6 +27,8 @@ from flexrlhf.api import (
     shown,
     table,
 )
+from flexrlhf.report.metric_table import MetricTable, Series
+from flexrlhf.report.run_contents import RecordedSteps
 from flexrlhf.report.step_times import WAITING, busy_seconds, settled_steps, step_times
 
 SAME = 1e-4

@@ -18,7 +18,7 @@ from launcher import Launches, Outcome, params
 from flexrlhf.metrics import METRICS
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.report.reported_run import plan_of_run
-from flexrlhf.runs.run_contents import read_contents
+from flexrlhf.report.run_contents import read_contents
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Run
 

@@ -16,9 +16,9 @@ from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.launch.session import Session
 from flexrlhf.plan.plan import Plan
+from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.reported_run import plan_of_run
-from flexrlhf.runs.metric_table import MetricTable
-from flexrlhf.runs.run_contents import METRICS_FILE, read_contents
+from flexrlhf.report.run_contents import METRICS_FILE, read_contents
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Instruction, Move, Run
 

@@ -28,7 +28,7 @@ ARRAYS = ("guideline/advice", "guideline/search", "report")
 PURE = (
     *("runs/run_directory", "runs/resume", "launch/job"),
     *("launch/preparation", "launch/execution_engine"),
-    *("report/side_by_side", "runs/run_contents"),
+    *("report/side_by_side", "report/run_contents"),
 )
 """Modules of folders above that load neither: commands begin with them."""
 IMPORT_ALL = """

@@ -26,8 +26,8 @@ from flexrlhf.guideline.simulation.measured_run import RunRecord, measured_run
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.launch.start import saving_on_signals
 from flexrlhf.plan.plan import Plan
+from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.sections import replan_text
-from flexrlhf.runs.metric_table import MetricTable
 from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
 
 GPUS = "cluster={nodes: [{devices: 4, class: A100-80G}]}"

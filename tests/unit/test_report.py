@@ -22,17 +22,17 @@ from flexrlhf.report.bytes_picture import between_nodes, edge_bytes
 from flexrlhf.report.curves import MOST_OWN, MOST_POINTS, curves_of, further_curves, left_out, main_curves
 from flexrlhf.report.look import InstructionStyles
 from flexrlhf.report.memory_picture import memory_pictures, peak_parts
+from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.pages import PlanPage, write_report
 from flexrlhf.report.placement_picture import columns_of, placement_picture
 from flexrlhf.report.reported_run import Prediction, plan_of_run, predict_run
 from flexrlhf.report.rows_picture import rows_picture, staleness_picture
+from flexrlhf.report.run_contents import RunContents, read_contents
 from flexrlhf.report.samples_table import sample_groups, spread
 from flexrlhf.report.sections import settings_rows
 from flexrlhf.report.step_times import SHARES, WAITING, StepTime, last_steps, step_times, time_shares
 from flexrlhf.report.timeline_picture import lanes_of
 from flexrlhf.runs.flight_log import FlightLog, FlightLogs
-from flexrlhf.runs.metric_table import MetricTable
-from flexrlhf.runs.run_contents import RunContents, read_contents
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Move, Sync
 from flexrlhf.timeline import Span, Trace

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.config.number_settings import SettingDifference
+from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.side_by_side import MOST_LISTED, MetricDifference, mean_times, metric_differences, setting_lines
-from flexrlhf.runs.metric_table import MetricTable
 from flexrlhf.timeline import Span, Trace
 
 KINDS: Any = {"generate": "generate", "scores": "forward", "train_actor": "train"}

@@ -24,13 +24,13 @@ from flexrlhf.api import (
     Spec,
     UserError,
     checked_job,
+    load_plugin,
     make_plan,
     resume_runs,
 )
 from flexrlhf.api.engine import REPLAN
 from flexrlhf.guideline.advice.replan import Replan, format_replan, places_text, replan, returns
 from flexrlhf.guideline.simulation.measured_run import measured_run
-from flexrlhf.guideline.simulation.run_record import read_record, restart_seconds
 
 LOOK_SECONDS = 0.5
 """Time between two looks at the files of a run."""
@@ -114,8 +114,8 @@ class Replanner:
         """Return the plan to go on with; None: the run goes on as it is. Writes and prints the decision."""
         name, directory = plan.spec.name, RunDirectory(plan.spec.directory)
         try:
-            run = measured_run(read_record(directory.path, plan))
-            restart = restart_seconds(run) if self._restart is None else self._restart
+            run = measured_run(load_plugin("functions", "read_record")(directory.path, plan))
+            restart = run.restart_seconds if self._restart is None else self._restart
             found = replan(run, restart, self._written.get(name), SEARCH_SECONDS)
             goes = found.switches and not returns(found, directory.replans.read())
             chosen = make_plan(found.best.candidate.spec) if goes else None

@@ -211,10 +211,9 @@ def _on_run(
     from flexrlhf.guideline.advice.advice_text import format_advice
     from flexrlhf.guideline.advice.advised_yaml import write_advised
     from flexrlhf.guideline.advice.replan import format_replan, replan
-    from flexrlhf.guideline.simulation.run_record import restart_seconds
 
     with working("searching for a placement"):
-        found = replan(run, restart_seconds(run), None, seconds, tie, take)
+        found = replan(run, run.restart_seconds, None, seconds, tie, take)
     text = f"{format_advice(found.advice, run.source, max_batch, prices)}\n\n{format_replan(found)}"
     return Recommendation(text, partial(write_advised, found.best))
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from flexrlhf.api import load_plugin
+
 if TYPE_CHECKING:
     from flexrlhf.api import Spec
     from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
@@ -31,9 +33,8 @@ class Basis:
         if run is None:
             return cls(profile)
         from flexrlhf.guideline.simulation.measured_run import measured_run
-        from flexrlhf.guideline.simulation.run_record import read_record
 
-        return cls(profile, measured_run(read_record(run), profile))
+        return cls(profile, measured_run(load_plugin("functions", "read_record")(run), profile))
 
     def source(self, spec: Spec) -> CostSource:
         """Return the costs of the devices of ``spec``."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from flexrlhf.api import Instruction, Offload, Plan, Reload, Run, Span, Spec, Sync, UserError
+from flexrlhf.api import DiskNeed, Instruction, Offload, Plan, Reload, Run, RunDirectory, Span, Spec, Sync, UserError
 from flexrlhf.guideline.costs.cost_model import transformer_of
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
@@ -94,6 +94,20 @@ class MeasuredRun:
     def next_step(self) -> int:
         """The first step whose metrics are not there."""
         return int(self.record.rows[-1]["step"]) + 1
+
+    @cached_property
+    def restart_seconds(self) -> float:
+        """Time of a restart: the start as measured, writing and reading a checkpoint, and the time that a first step
+        takes in addition. Raises UserError if the start was not measured."""
+        directory, plan = self.record.directory, self.record.plan
+        status = RunDirectory(directory).status
+        if status is None or status.start_seconds is None:
+            raise UserError(
+                f"run {directory}: its status.json has no start_seconds, so that the time of a restart is not known; "
+                f"it is of an older version"
+            )
+        copies = 2 * self.source.costs.save(DiskNeed.of(plan).checkpoint).seconds
+        return status.start_seconds + copies + self.warm_up
 
 
 def measured_run(record: RunRecord, profile: Path | None = None) -> MeasuredRun:

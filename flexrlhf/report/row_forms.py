@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from flexrlhf.operators.graph import TrainPart
+from flexrlhf.api import TrainPart
 
 STRICT = ConfigDict(strict=True)
 MOST = 2**53

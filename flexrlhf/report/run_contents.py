@@ -8,17 +8,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import load_spec
-from flexrlhf.errors import UserError, nearest, one_line
-from flexrlhf.operators.graph import OperatorKind
-from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.runs.file_reader import DAMAGE, FileReader, LineFields, RowReader, read_json
-from flexrlhf.runs.metric_table import MetricTable
-from flexrlhf.runs.row_forms import CALLS_ROW, FACTS, FAILURE_RECORD, METRIC_ROW, REPLAN_ROW, SAMPLE_ROW
-from flexrlhf.runs.run_directory import RunDirectory
-from flexrlhf.text import counted, shortened
-from flexrlhf.timeline import Span, Trace
+from flexrlhf.api import (
+    OperatorKind,
+    RunDirectory,
+    Span,
+    Spec,
+    Trace,
+    UserError,
+    counted,
+    load_spec,
+    make_graph,
+    nearest,
+    one_line,
+    shortened,
+)
+from flexrlhf.report.file_reader import DAMAGE, FileReader, LineFields, RowReader, read_json
+from flexrlhf.report.metric_table import MetricTable
+from flexrlhf.report.row_forms import CALLS_ROW, FACTS, FAILURE_RECORD, METRIC_ROW, REPLAN_ROW, SAMPLE_ROW
 
 CONFIG, PLAN, METRICS_FILE = "config.yaml", "plan.txt", "metrics.jsonl"
 SAMPLES, TRACE = "samples.jsonl", "timeline.json"

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from flexrlhf.errors import one_line
-from flexrlhf.text import counted
+from flexrlhf.api import counted, one_line
 
 LONGEST_LINE = 1 << 26
 """Bytes of a row; a longer one is damaged, and is not read as a whole."""
