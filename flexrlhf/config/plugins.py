@@ -164,20 +164,23 @@ def plugins(group: str) -> Mapping[str, Plugin]:
     return MappingProxyType(found)
 
 
-@cache
 def _of_others(group: str) -> tuple[Plugin, ...]:
-    from importlib.metadata import entry_points
-
-    return tuple(
-        Plugin(group, each.name, each.value, each.dist.name, each.dist.version)
-        for each in entry_points(group=f"{OURS}.{group}")
-        if each.dist is not None and each.dist.name != OURS
-    )
+    return tuple(each for each in plugins_of_others() if each.group == group)
 
 
+@cache
 def plugins_of_others() -> tuple[Plugin, ...]:
     """Return the plug-ins that other packages have, by group."""
-    return tuple(each for group in SHIPPED for each in _of_others(group))
+    from importlib.metadata import entry_points
+
+    # all groups at once: each question reads the metadata of every package
+    found = entry_points()
+    return tuple(
+        Plugin(group, each.name, each.value, each.dist.name, each.dist.version)
+        for group in SHIPPED
+        for each in found.select(group=f"{OURS}.{group}")
+        if each.dist is not None and each.dist.name != OURS
+    )
 
 
 def find_plugin(group: str, name: str) -> Plugin | None:
