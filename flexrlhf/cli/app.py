@@ -97,8 +97,6 @@ class _Commands(dict[str, Any]):
 
 
 def _command(name: str, function: Any) -> Any:
-    if not callable(function):
-        raise UserError(f"command {name}: expected a function, found {type(function).__name__}")
     single = typer.Typer(**SETTINGS)
     single.command(name, cls=_Command)(with_exit_codes(function))
     return typer.main.get_command(single)

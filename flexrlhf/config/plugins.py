@@ -102,6 +102,18 @@ SHIPPED: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Plug-ins of this package, by group and name: ``module:attribute``. ``pyproject.toml`` has the same."""
 
+NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "engines": ("name", "kinds", "constructor", "priced_as"),
+        "launchers": ("device", "failures", "__call__"),
+        "loggers": ("settings", "modules", "hint", "errors", "check", "log_row", "log_samples", "finish"),
+        "environments": ("reset", "step"),
+        "algorithms": ("model_validate", "step_graph"),
+        "commands": ("__call__",),
+    }
+)
+"""Attributes of the objects of other packages, by group; their contracts are documented with those of this package."""
+
 
 @dataclass(frozen=True)
 class Plugin:
@@ -136,7 +148,11 @@ class Plugin:
         if self.is_ours:
             return getattr(self._own_module(module), attribute)
         with NamedErrors(f"{self.title}: the package {self.package} {self.version} cannot be used, since it"):
-            return getattr(import_module(module), attribute)
+            found = getattr(import_module(module), attribute)
+        if lacking := [name for name in NEEDED.get(self.group, ()) if not hasattr(found, name)]:
+            owner = f"{self.package} {self.version}"
+            raise UserError(f"{self.title}: {self.reference} of {owner} lacks {', '.join(lacking)}")
+        return found
 
     def _own_module(self, name: str) -> Any:
         try:

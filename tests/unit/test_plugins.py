@@ -163,6 +163,15 @@ def test_a_launchers_failure_is_a_sentence() -> None:
         job.start()
 
 
+def test_a_guest_of_another_kind_is_a_sentence(install: Install, tmp_path: Path) -> None:
+    install()
+    (tmp_path / "site" / "guest" / "facts.py").write_text("GUEST = {}\n")
+    engine = {"models": {**PPO["models"], "actor": {"init": dict(TINY), "engine": "guest"}}}
+    assert _sentence({**deepcopy(PPO), **engine}) == (
+        "engine guest: guest.facts:GUEST of guest 1.2 lacks name, kinds, constructor, priced_as"
+    )
+
+
 def test_two_packages_may_not_have_one_name(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     entries = tmp_path / "site" / "guest-1.2.dist-info" / "entry_points.txt"
