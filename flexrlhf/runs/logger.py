@@ -36,7 +36,10 @@ class LoggedRun:
 
 
 class RunLogger(Protocol):
-    """Logger of one run. All methods of an object are called by one thread.
+    """Logger of one run. Rank 0 makes it; a thread of its own calls all other methods.
+
+    A row counts as received once ``log_row`` has returned: a run that is killed never repeats it. A library's errors
+    are raised, not warned of. Nothing is printed on stdout.
 
     modules:     that it imports; an extra of its name installs them.
     hint:        remedy for a start that fails.

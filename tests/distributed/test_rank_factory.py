@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from commands import children_of, comm_of, is_alive
 
+from flexrlhf.config.plugins import SHIPPED
 from flexrlhf.errors import RunStopped
 from flexrlhf.launch.rank_factory import RankFactory
 
@@ -251,7 +252,7 @@ def test_loaded_modules_start_no_thread_and_look_for_no_gpu() -> None:
     found, modules = output_of(FORKABLE, environment)
     assert found == "[['', ''], [], 1, False]"
     # engines and loggers are loaded by the plans that name them
-    others = {"deepspeed", "megatron", "vllm", "peft", "ray", "wandb", "mlflow", "tensorboard", "plotly", "datasets"}
+    others = {"deepspeed", "megatron", "vllm", "peft", "ray", "plotly", "datasets", *SHIPPED["loggers"]}
     assert not {name.partition(".")[0] for name in modules.split()} & others
 
 

@@ -13,6 +13,7 @@ import pytest
 from logged_runs import READERS, scalars
 from small_runs import PPO
 
+from flexrlhf.config.plugins import SHIPPED
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.loggers import tensorboard as tensorboard_logger
@@ -128,7 +129,7 @@ def test_a_server_that_is_not_there_is_named_at_the_start(tmp_path: Path, monkey
             [{"name": "wandbb"}],
             r"unknown logger 'wandbb' \(did you mean 'wandb'\?\); known: tensorboard",
         ),
-        ([{"project": "p"}], "name: missing; known: tensorboard, wandb, mlflow"),
+        ([{"project": "p"}], f"name: missing; known: {', '.join(SHIPPED['loggers'])}"),
         ([{"name": "tensorboard"}, {"name": "tensorboard"}], "loggers: tensorboard is there twice"),
         ([{"name": "wandb", "projet": "x"}], "did you mean 'project'"),
         ([{"name": "mlflow", "tracking_uri": "http://me:secret@host"}], "password"),
