@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.world import InOrder, Waitable
-from flexrlhf.config.spec import Spec
+from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.launch import worker
+from flexrlhf.runs import manifest
 from flexrlhf.runs.resume import ORDERS, RunOrder
-from flexrlhf.trainer import rank_runs, restoration
+from flexrlhf.trainer import rank_runs
 from flexrlhf.trainer.execution import Execution
 from flexrlhf.trainer.trainer import Trainer
 
@@ -71,14 +72,15 @@ def on_accelerator(order: RunOrder) -> RunOrder:
     return replace(order, spec=order.spec.model_copy(update={"cluster": cluster}))
 
 
-def spec_of_checkpoint(raw: dict[str, Any]) -> Spec:
-    """Return a spec that a rank has written; ``cluster.device`` has no name for this accelerator."""
+def settings_of_checkpoint(text: str) -> dict[str, Any]:
+    """Return the settings that a rank has written; ``cluster.device`` has no name for this accelerator."""
+    raw: dict[str, Any] = read_yaml(text)
     assert raw["cluster"]["device"] == host_accelerator.NAME
-    return Spec.parse(raw | {"cluster": raw["cluster"] | {"device": "cpu"}})
+    return raw | {"cluster": raw["cluster"] | {"device": "cpu"}}
 
 
 if __name__ == "__main__":
-    restoration.parse_spec = spec_of_checkpoint
+    manifest.read_yaml = settings_of_checkpoint
     host_accelerator.register(Path(sys.argv[1]))
     dist.Backend.backend_capability[dist.Backend.GLOO].append(host_accelerator.NAME)
     rank_runs.Trainer = CountingTrainer  # type: ignore[misc]
