@@ -12,7 +12,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.generation import generate_cost
 from flexrlhf.guideline.costs.links import sync_cost, travel_seconds
-from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, DecodeProfile, EngineProfile, read_table
+from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, DecodeProfile, EngineProfile, profile_of, read_table
 from flexrlhf.guideline.costs.training import forward_cost, train_cost
 
 
@@ -66,11 +66,11 @@ class AnalyticCosts:
     def call(self, call: Call, mesh: Mesh) -> Cost:
         match call.kind:
             case "generate":
-                return generate_cost(call, mesh, self._decoders_in_step[call.engine])
+                return generate_cost(call, mesh, profile_of(self._decoders_in_step, call.engine))
             case "forward":
-                return forward_cost(call, mesh, self._in_step[call.engine])
+                return forward_cost(call, mesh, profile_of(self._in_step, call.engine))
             case "train":
-                cost = train_cost(call, mesh, self._in_step[call.engine])
+                cost = train_cost(call, mesh, profile_of(self._in_step, call.engine))
                 return cost.after(self.call(call.counting, mesh), "routers") if call.counts_experts else cost
 
     @cached_property

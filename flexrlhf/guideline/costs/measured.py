@@ -23,7 +23,7 @@ from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.layer_prices import Curve, LayerPrices, SlicedModel
 from flexrlhf.guideline.costs.links import AS_GIVEN, WITHIN
 from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, read_measurements
-from flexrlhf.guideline.costs.profiles import DECODERS
+from flexrlhf.guideline.costs.profiles import DECODERS, profile_of
 from flexrlhf.guideline.costs.training import layer_products, parts_traffic, replica_sum_seconds
 
 GRADIENT_BYTES = 4
@@ -230,7 +230,7 @@ class MeasuredCosts:
 
 def _decoding(call: Call, mesh: Mesh) -> tuple[DecodePhase, ...]:
     """Return the decoding steps after the first token, which comes with the prompt."""
-    return decoding(call, DECODERS[call.engine].batching, mesh.dp).phases
+    return decoding(call, profile_of(DECODERS, call.engine).batching, mesh.dp).phases
 
 
 def _sliced(call: Call, mesh: Mesh) -> SlicedModel:

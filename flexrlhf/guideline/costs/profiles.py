@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter
 
-from flexrlhf.api import DeviceClass
+from flexrlhf.api import DeviceClass, facts_of
 
 Row = TypeVar("Row")
 
@@ -154,6 +154,12 @@ def read_decoders(path: Path, engines: Mapping[str, EngineProfile]) -> dict[str,
 
 DECODERS = read_decoders(Path(__file__).with_name("decoders.csv"), PROFILES)
 """Engine name → profile. ``transformers``: Hugging Face's ``generate``. ``torch``: this package's own decoding."""
+
+
+def profile_of(profiles: Mapping[str, Row], engine: str) -> Row:
+    """Return the profile of an engine; of one without a row in the table, that of the engine as which it is priced."""
+    return profiles[engine if engine in profiles else facts_of(engine).priced_as]
+
 
 HOST_FACTORS = ((50.0, 1.0), (25.0, 1.9), (0.0, 3.0))
 """From so many GB/s between host and device: how much slower hosts are than in nodes with PCIe 5; the bus dates a node.

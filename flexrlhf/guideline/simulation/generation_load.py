@@ -10,7 +10,7 @@ from math import ceil
 from flexrlhf.api import ModelName, Run, UserError
 from flexrlhf.guideline.costs.cost_model import Call, CostModel, Pages
 from flexrlhf.guideline.costs.decode_phases import DecodeSteps, decoding, length_bins
-from flexrlhf.guideline.costs.profiles import DECODERS
+from flexrlhf.guideline.costs.profiles import DECODERS, profile_of
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.simulate import Simulation
 from flexrlhf.guideline.simulation.variants import Variant, Variants
@@ -109,7 +109,7 @@ def generation_load(simulation: Simulation, costs: CostModel) -> GenerationLoad 
         return None
     model, call = max(calls, key=lambda each: each[1].rows)
     # of rows that stay until the longest ends the ones that have not ended count
-    batching = DECODERS[call.engine].batching
+    batching = profile_of(DECODERS, call.engine).batching
     steps = decoding(call, "group" if batching == "static" else batching)
     return GenerationLoad(model, call, steps) if steps.phases else None
 
