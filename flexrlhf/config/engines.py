@@ -51,6 +51,7 @@ class EngineFacts:
     zero:               ZeRO stages.
     least_16_bit_zero:  first ZeRO stage at which it trains weights of 16 bits.
     node:               whether it can shard over the ranks of one node.
+    tp:                 whether its ranks can share the tensors of a layer (tensor parallelism).
     searches_tp:        whether advice tries tensor parallelism: published steps, which costs are fitted to, have it.
     pp:                 whether it has pipeline stages.
     cp:                 whether its ranks can share the tokens of a row (context parallelism).
@@ -108,6 +109,7 @@ class EngineFacts:
     zero: tuple[int, ...] = (0,)
     least_16_bit_zero: int = 0
     node: bool = False
+    tp: bool = True
     searches_tp: bool = True
     pp: bool = False
     cp: bool = False

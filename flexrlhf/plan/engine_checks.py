@@ -199,6 +199,9 @@ def _check_sharding(model: PlacedModel) -> None:
         _require(model, "shard", lambda each: each.node, lacks)
     if settings.shard == "node" and settings.zero == 0 and not model.follows:
         raise model.refusal("shard", "node needs zero 2 or 3, found 0; use zero 3, or shard all")
+    if settings.tp > 1:
+        lacks = f"{engine} has no tensor parallel, found tp {settings.tp}; use 1"
+        _require(model, "tp", lambda each: each.tp, lacks, 1)
     if settings.pp > 1:
         lacks = f"{engine} has no pipeline stages, found pp {settings.pp}; use 1"
         _require(model, "pp", lambda each: each.pp, lacks, 1)

@@ -101,6 +101,14 @@ def test_the_help_names_guests(install: Install) -> None:
     assert f"known: {', '.join(SHIPPED['loggers'])}, guest" in _sentence({**RUN, "loggers": [{"name": "guests"}]})
 
 
+def test_an_engine_without_tensor_parallelism_is_refused_with_it(install: Install) -> None:
+    install()
+    models = {"actor": {"init": dict(TINY), "engine": "guest", "tp": 2}}
+    assert _sentence({**RUN, "models": models, "cluster": {"devices": 2}}) == (
+        "models.actor.tp: engine guest has no tensor parallel, found tp 2; use 1, or engine torch or deepspeed"
+    )
+
+
 def test_an_engine_without_a_price_is_planned_and_not_predicted(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
