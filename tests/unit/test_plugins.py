@@ -22,6 +22,7 @@ from flexrlhf.config.plugins import SHIPPED, find_plugin, load_plugin
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import RankFailure, UserError
+from flexrlhf.guideline.costs.profiles import PROFILES, profile_of
 from flexrlhf.launch.job import Job
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
@@ -119,6 +120,13 @@ def test_an_engine_without_a_price_is_planned_and_not_predicted(
     assert "test: models.actor.engine: guest has no price" in result.stdout, result.stderr
     result = CliRunner().invoke(app, ["simulate", "a.yaml"])
     assert result.exit_code == 2 and "has no price" in result.stderr
+
+
+def test_an_engine_without_rows_of_costs_is_priced_as_its_facts_say(install: Install, tmp_path: Path) -> None:
+    install()
+    facts = tmp_path / "site" / "guest" / "facts.py"
+    facts.write_text(facts.read_text().replace('priced_as=""', 'priced_as="torch"'))
+    assert profile_of(PROFILES, "guest") == PROFILES["torch"] != profile_of(PROFILES, "megatron")
 
 
 def _sentence(raw: dict[str, Any]) -> str:

@@ -13,7 +13,6 @@ from flexrlhf.guideline.costs import training
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.kernels import LAUNCH_SECONDS, attention_seconds, matmul_seconds
 from flexrlhf.guideline.costs.links import all_reduce_seconds, gather_seconds, travel_seconds
-from flexrlhf.guideline.costs.profiles import profile_of
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.weights.decoder_sizes import ExpertSizes
 
@@ -31,10 +30,6 @@ def train_cost(call: Call, mesh: Mesh) -> Cost:
 
 
 COSTS = pytest.mark.parametrize("cost", [forward_cost, train_cost])
-
-
-def test_an_engine_without_figures_is_priced_as_its_facts_say() -> None:
-    assert profile_of(PROFILES, "replicas") == PROFILES["torch"] != profile_of(PROFILES, "megatron")
 
 
 def _model(chance: random.Random, **changes: int) -> Transformer:
