@@ -16,7 +16,7 @@ import torch
 
 from flexrlhf.comm.move import RowPacking
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.engines import experts, passes
+from flexrlhf.engines import experts
 from flexrlhf.engines.base import Totals
 from flexrlhf.launch import worker
 from flexrlhf.objectives import advantages
@@ -46,7 +46,7 @@ def denominator_per_rank() -> Planted:
         mask = batch.mask.double()
         return Totals(float(mask.sum()), float((mask.sum(1) > 0).sum()), len(batch) / batch.samples_per_prompt)
 
-    return patch.object(passes, "totals_of", totals)
+    return patch.object(Totals, "of", totals)
 
 
 def sync_skipped() -> Planted:
