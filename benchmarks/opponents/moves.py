@@ -9,7 +9,7 @@ from functools import cached_property
 from random import Random
 from typing import Any
 
-from flexrlhf.config.engines import facts_of, offloading_engine
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec, ScheduleSpec, Spec, SyncSpec
 from flexrlhf.operators.graph import Graph
@@ -187,7 +187,7 @@ class Moves:
 
     def _of_model(self, raw: Raw, role: str) -> Iterator[tuple[str, Sequence[Any]]]:
         model = raw["models"][role]
-        facts = facts_of(model.get("engine", "torch"))
+        facts = EngineFacts.of(model.get("engine", "torch"))
         yield "zero", facts.zero
         yield "tp", POWERS[:4]
         if facts.pp:
@@ -262,8 +262,12 @@ def broad(moves: Moves, start: Raw, rollout: str | None, is_open: bool) -> Raw:
     switches = {key: rng.random() < 0.6 for key in ("tiled_mlp", "offload_activations", "offload_parameters")}
     is_offloading = is_open and rng.random() < 0.4
     for role, model in ((role, model) for role, model in start["models"].items() if role != "all"):
-        engine = offloading_engine() if is_offloading and role in moves.graph.trained else model.get("engine", "torch")
-        facts = facts_of(engine)
+        engine = (
+            EngineFacts.offloading_engine()
+            if is_offloading and role in moves.graph.trained
+            else model.get("engine", "torch")
+        )
+        facts = EngineFacts.of(engine)
         own: Raw = {"zero": rng.choice((3, 3, 2)) if 3 in facts.zero else max(facts.zero), "tp": degrees["tp"]}
         own |= {"micro_batch_tokens": rng.choice((1, 2)) * moves.row, "engine": engine}
         own |= {"cp": degrees["cp"]} if facts.cp else {}

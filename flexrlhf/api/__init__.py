@@ -38,14 +38,9 @@ if TYPE_CHECKING:
     from flexrlhf.config.code_loading import python_command
     from flexrlhf.config.data_settings import MOST_TOKENS
     from flexrlhf.config.engines import (
-        ALL_KINDS,
         TORCH,
         EngineFacts,
         Package,
-        facts_of,
-        full_engines,
-        is_engine,
-        offloading_engine,
     )
     from flexrlhf.config.environment_settings import EnvironmentSpec
     from flexrlhf.config.job_secret import JobSecret
@@ -115,7 +110,7 @@ if TYPE_CHECKING:
     from flexrlhf.placement.transfer import Primitive, Transfer
     from flexrlhf.plan.algorithm_graph import make_graph
     from flexrlhf.plan.changes import LONG_ROW, Changes, SettingChange, changed_spec
-    from flexrlhf.plan.engine_checks import check_engine, check_operators, check_settings
+    from flexrlhf.plan.engine_checks import check_operators, check_settings
     from flexrlhf.plan.gpu_warnings import gpu_warnings
     from flexrlhf.plan.input_checks import check_runs
     from flexrlhf.plan.largest_batch import LargestBatch

@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flexrlhf.config.code_loading import NamedErrors
 from flexrlhf.config.plugins import find_plugin, load_plugin, plugins
-from flexrlhf.errors import UserError
+from flexrlhf.errors import UserError, nearest
 
 Split = Literal["whole", "rows", "flat"]
 """How replicas store weights between passes: each all of them, rows of every tensor, or a range of its elements."""
-ALL_KINDS = frozenset({"generate", "forward", "train"})
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,8 @@ class EngineFacts:
     communicators:  communicators that a rank of a run with it usually has, until a plan counts them.
     """
 
+    ALL_KINDS: ClassVar = frozenset({"generate", "forward", "train"})
+
     name: str
     constructor: str = ""
     package: Package | None = None
@@ -149,6 +150,56 @@ class EngineFacts:
     one_queue: bool = False
     communicators: int = 5
 
+    @classmethod
+    @cache
+    def of(cls, engine: str) -> EngineFacts:
+        """Return the facts of ``engine``; of an unknown one, which the checks of a plan refuse, those without features.
+
+        Raises UserError for one whose package cannot be used.
+        """
+        if not cls.is_engine(engine):
+            return cls(engine)
+        facts: EngineFacts = load_plugin("engines", engine)
+        return facts
+
+    @staticmethod
+    def is_engine(name: str) -> bool:
+        """Return whether there is an engine of that name, rather than a word of ``rollout.engine``."""
+        return name not in ("auto", "transformers") and find_plugin("engines", name) is not None
+
+    @classmethod
+    def check_name(cls, key: str, name: str) -> None:
+        """Raise UserError for an unknown engine. ``key``: its place in the YAML, for the message."""
+        if not cls.is_engine(name):
+            names = [facts.name for facts in cls.all_engines()]
+            known = ", ".join(cls.model_engines())
+            raise UserError(f"{key}: unknown engine {name!r}{nearest(name, names)}; known: {known}")
+
+    @classmethod
+    @cache
+    def all_engines(cls) -> tuple[EngineFacts, ...]:
+        """Return the facts of all engines that can be used."""
+        found = []
+        for name in plugins("engines"):
+            with suppress(UserError):
+                found.append(cls.of(name))
+        return tuple(found)
+
+    @classmethod
+    def full_engines(cls) -> tuple[str, ...]:
+        """Return the engines with all kinds of calls, of which one serves a role alone."""
+        return tuple(facts.name for facts in cls.all_engines() if facts.kinds == cls.ALL_KINDS)
+
+    @classmethod
+    def model_engines(cls) -> tuple[str, ...]:
+        """Return the engines of ``models``; the others are for ``rollout`` alone."""
+        return tuple(facts.name for facts in cls.all_engines() if facts.trains)
+
+    @classmethod
+    def offloading_engine(cls) -> str:
+        """Return an engine whose optimizer states can be in host memory; empty: there is none."""
+        return next((facts.name for facts in cls.all_engines() if facts.offload), "")
+
     @property
     def trains(self) -> bool:
         """Whether it trains models."""
@@ -181,45 +232,3 @@ TORCH = EngineFacts(
 )
 PEFT = Package("peft", "lora", "peft")
 """Library of adapters, of all engines that train them."""
-
-
-@cache
-def facts_of(engine: str) -> EngineFacts:
-    """Return the facts of ``engine``; of an unknown one, which the checks of a plan refuse, those without features.
-
-    Raises UserError for one whose package cannot be used.
-    """
-    if not is_engine(engine):
-        return EngineFacts(engine)
-    facts: EngineFacts = load_plugin("engines", engine)
-    return facts
-
-
-def is_engine(name: str) -> bool:
-    """Return whether there is an engine of that name, rather than a word of ``rollout.engine``."""
-    return name not in ("auto", "transformers") and find_plugin("engines", name) is not None
-
-
-@cache
-def all_engines() -> tuple[EngineFacts, ...]:
-    """Return the facts of all engines that can be used."""
-    found = []
-    for name in plugins("engines"):
-        with suppress(UserError):
-            found.append(facts_of(name))
-    return tuple(found)
-
-
-def full_engines() -> tuple[str, ...]:
-    """Return the engines with all kinds of calls, of which one serves a role alone."""
-    return tuple(facts.name for facts in all_engines() if facts.kinds == ALL_KINDS)
-
-
-def model_engines() -> tuple[str, ...]:
-    """Return the engines of ``models``; the others are for ``rollout`` alone."""
-    return tuple(facts.name for facts in all_engines() if facts.trains)
-
-
-def offloading_engine() -> str:
-    """Return an engine whose optimizer states can be in host memory; empty: there is none."""
-    return next((facts.name for facts in all_engines() if facts.offload), "")

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_names import FoundModel
 from flexrlhf.config.strict_model import StrictModel, optional_fields
 from flexrlhf.config.user_paths import UserPath
@@ -268,6 +269,11 @@ class ModelSpec(StrictModel):
     offload_parameters: bool = Field(False, description="keep ZeRO-3 shards in host memory between passes")
     config: dict[str, Any] = Field(default_factory=dict, description="further settings of DeepSpeed, by their names")
     shadow: ShadowSpec | None = Field(None, description="settings in which this role's shadow differs")
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Facts of its engine."""
+        return EngineFacts.of(self.engine)
 
     @property
     def item_bytes(self) -> int:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, ValidationE
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, check_positive
-from flexrlhf.config.engines import all_engines, facts_of
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import Dtype, LoraSpec, ModelSpec, ModelsSpec
 from flexrlhf.config.number_settings import SettingDifference, differing_settings
@@ -224,7 +224,7 @@ class RolloutSpec(StrictModel):
     @model_validator(mode="after")
     def _settings_of_the_engine(self) -> Self:
         if surplus := self.surplus(self.engine):
-            engines = [facts.name for facts in all_engines() if surplus[0] in facts.rollout_settings]
+            engines = [facts.name for facts in EngineFacts.all_engines() if surplus[0] in facts.rollout_settings]
             raise ValueError(
                 f"{surplus[0]} goes with engine {' or '.join(engines)}; {self.engine} generates with the settings of "
                 f"models.actor: remove {', '.join(surplus)}"
@@ -242,9 +242,14 @@ class RolloutSpec(StrictModel):
         return self.engine != "transformers"
 
     @property
+    def facts(self) -> EngineFacts:
+        """Facts of its engine."""
+        return EngineFacts.of(self.engine)
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether the engine generates on the ranks that train the actor alone."""
-        return facts_of(self.engine).on_trained_ranks
+        return self.facts.on_trained_ranks
 
     @property
     def as_written(self) -> Self:
@@ -255,7 +260,7 @@ class RolloutSpec(StrictModel):
         """Return the settings that are not their defaults and that ``engine`` does not have."""
         plain, fields = type(self).model_construct(), type(self).model_fields
         has = {"auto": tuple(fields), "transformers": ("parity",)}
-        allowed = (*self.OF_ALL, *has.get(engine, facts_of(engine).rollout_settings))
+        allowed = (*self.OF_ALL, *has.get(engine, EngineFacts.of(engine).rollout_settings))
         return [name for name in fields if name not in allowed and getattr(self, name) != getattr(plain, name)]
 
     def own_adapters(self, model: ModelSpec) -> LoraSpec | None:
@@ -582,5 +587,5 @@ class Spec(StrictModel):
     def padded_row(self) -> int:
         """Tokens of the longest prompt and response, in whole blocks of an engine's own cache."""
         width = self.data.max_prompt_tokens + self.data.max_response_tokens
-        block = facts_of(self.rollout.engine).cache_block
+        block = self.rollout.facts.cache_block
         return -(-width // block) * block if block else width

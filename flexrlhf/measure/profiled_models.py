@@ -21,7 +21,6 @@ from flexrlhf.api import (
     Plan,
     Spec,
     UserError,
-    facts_of,
     read_config,
 )
 from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
@@ -106,7 +105,7 @@ def _slim(plan: Plan, model: ModelSpec, role: str, depth: int, tp: int) -> Model
         return model.model_copy(update={"init": config | changed, "tp": tp})
     # without ids of the whole vocabulary
     config = {key: value for key, value in config.items() if not key.endswith("_token_id")}
-    return model.model_copy(update={"init": config | changed | _slice(shape, facts_of(model.engine), tp)})
+    return model.model_copy(update={"init": config | changed | _slice(shape, model.facts, tp)})
 
 
 def _slice(shape: ModelShape, facts: EngineFacts, tp: int) -> dict[str, object]:
@@ -126,7 +125,7 @@ def _slice(shape: ModelShape, facts: EngineFacts, tp: int) -> dict[str, object]:
 def _slices(model: ModelSpec, shape: ModelShape, most: int) -> tuple[int, ...]:
     """Return the powers of two, at most ``most``, that may be the tensor-parallel ranks of a model."""
     powers = (2**power for power in range(most.bit_length()) if 2**power <= most)
-    if shape.sizes is None or shape.sizes.family not in Families.LLAMA_LIKE or not facts_of(model.engine).searches_tp:
+    if shape.sizes is None or shape.sizes.family not in Families.LLAMA_LIKE or not model.facts.searches_tp:
         return (1,)
     sizes = shape.sizes
     return tuple(tp for tp in powers if not (sizes.heads % tp or sizes.kv_heads % tp or sizes.ffn % tp))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from flexrlhf.config.engines import facts_of
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.memory.states import (
     PerParameter,
     State,
@@ -144,6 +144,6 @@ def cast_bytes(model: PlacedModel) -> int:
 
 @cache
 def _of_engine(engine: str) -> EngineBytes:
-    facts = facts_of(engine)
+    facts = EngineFacts.of(engine)
     counted: EngineBytes = facts.part(facts.memory)() if facts.memory else EngineBytes()
     return counted

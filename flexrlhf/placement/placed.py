@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, Self, TypeVar
 
-from flexrlhf.config.engines import TORCH, EngineFacts, Split, facts_of
+from flexrlhf.config.engines import TORCH, EngineFacts, Split
 from flexrlhf.config.model_settings import DTYPE_BYTES, Dtype, Head, LoraSpec, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import OperatorPlacement
 from flexrlhf.config.spec import RolloutSpec
@@ -119,7 +119,7 @@ class PlacedModel:
 
     @cached_property
     def facts(self) -> EngineFacts:
-        return facts_of(self.engine)
+        return self.settings.facts
 
     @cached_property
     def split(self) -> Split:

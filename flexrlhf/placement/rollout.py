@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from flexrlhf.config.engines import facts_of
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import SettingError
@@ -47,7 +47,7 @@ class PagedCache:
         vLLM gives a row a page whenever it has filled one. When no page is left, the row that was admitted last is put
         back; later its tokens are computed again in one pass, and it goes on with the same tokens.
         """
-        block = facts_of("vllm").cache_block
+        block = EngineFacts.of("vllm").cache_block
         blocks_of_row = -(-(self.prompt + self.response // self.BEGUN) // block)
         return min(self.MOST_ROWS, max(1, self.tokens // block // blocks_of_row))
 
@@ -64,7 +64,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     is known, is found once all models are placed (plan/cache_size.py). Raises UserError for a cache smaller than one
     row.
     """
-    rollout, row, facts = spec.rollout, spec.padded_row, facts_of(spec.rollout.engine)
+    rollout, row, facts = spec.rollout, spec.padded_row, spec.rollout.facts
     if rollout.kv_tokens is not None and rollout.kv_tokens < row:
         blocks = f", in blocks of {facts.cache_block}" if facts.cache_block else ""
         raise SettingError.of(

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.config.engines import facts_of
 from flexrlhf.config.model_settings import LoraSpec, ShadowSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
@@ -120,7 +119,7 @@ def _of_any_copy(model: PlacedModel) -> dict[str, list[Any]]:
         "shard": ["all"] if model.is_sharded_in_nodes else [],
         "zero": [stage for stage in (1, 2, 3) if stage > settings.zero],
         "tp": [2 * settings.tp],
-        "pp": [2 * settings.pp] if facts_of(model.engine).pp else [],
+        "pp": [2 * settings.pp] if model.facts.pp else [],
         "dtype": ["bfloat16", "float16"] if settings.dtype == "float32" else [],
     }
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexrlhf.config.engines import TORCH, EngineFacts, all_engines, facts_of, full_engines, is_engine, model_engines
+from flexrlhf.config.engines import TORCH, EngineFacts
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec
-from flexrlhf.errors import SettingError, UserError, either, nearest
+from flexrlhf.errors import SettingError, either
 from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import PlacedModel
@@ -22,7 +22,7 @@ def check_operators(graph: Graph, placement: Placement, is_evaluated: bool = Fal
     """
     # shadows last: the settings that they inherit from their role are then checked already
     for model in sorted(placement.models, key=lambda model: model.follows):
-        check_engine(model.key("engine"), model.engine)
+        EngineFacts.check_name(model.key("engine"), model.engine)
         for operator in graph.operators:
             if placement.copy_for(operator) == model and not _serves(model, operator):
                 raise model.refusal(
@@ -33,7 +33,7 @@ def check_operators(graph: Graph, placement: Placement, is_evaluated: bool = Fal
                 raise model.refusal(
                     "engine",
                     f"engine {model.engine} does not support {operator.kind}, which an "
-                    f"evaluation does on this copy; use {either(full_engines())}, or remove eval",
+                    f"evaluation does on this copy; use {either(EngineFacts.full_engines())}, or remove eval",
                 )
         if not model.facts.trains and model.rollout is None:
             remedy = f"set rollout.engine: {model.engine}, and remove it here" if model.operator else _elsewhere(model)
@@ -104,21 +104,14 @@ def _instead(model: PlacedModel, operator: Operator) -> str:
     if not model.facts.trains:
         return _elsewhere(model)
     if model.operator:
-        return f"use {either(full_engines())} for {operator.name}"
-    return f"set rollout.engine: vllm, or use {either(full_engines())} here"
+        return f"use {either(EngineFacts.full_engines())} for {operator.name}"
+    return f"set rollout.engine: vllm, or use {either(EngineFacts.full_engines())} here"
 
 
 def _elsewhere(model: PlacedModel) -> str:
     """Return the remedy for an engine that generates alone, which placed operators cannot have."""
-    use = f"use {either(full_engines())}"
+    use = f"use {either(EngineFacts.full_engines())}"
     return use if model.operator else f"{use} here, and rollout.engine: {model.engine} to generate with it"
-
-
-def check_engine(key: str, name: str) -> None:
-    """Raise UserError for an unknown engine. ``key``: its place in the YAML, for the message."""
-    if not is_engine(name):
-        names = [facts.name for facts in all_engines()]
-        raise UserError(f"{key}: unknown engine {name!r}{nearest(name, names)}; known: {', '.join(model_engines())}")
 
 
 def check_settings(model: PlacedModel) -> None:
@@ -148,7 +141,7 @@ def _check_rollout(rollout: RolloutSpec, trained: PlacedModel, is_apart: bool) -
     """
     if is_apart and trained.settings.shadow is not None:
         raise trained.refusal("shadow", "the rollout engine replaces this copy; set rollout instead, and remove this")
-    facts = facts_of(rollout.engine)
+    facts = rollout.facts
     if facts.check_config:
         facts.part(facts.check_config)("rollout", rollout.config)
     if rollout.adapters == "separate":
@@ -321,6 +314,6 @@ def _require(
 
 def engines_with(supports: Callable[[EngineFacts], bool]) -> str:
     """Return the engines of ``models`` that support a setting; those that do not generate if no other has it."""
-    names = [name for name in full_engines() if supports(facts_of(name))]
-    names = names or [name for name in model_engines() if supports(facts_of(name))]
+    names = [name for name in EngineFacts.full_engines() if supports(EngineFacts.of(name))]
+    names = names or [name for name in EngineFacts.model_engines() if supports(EngineFacts.of(name))]
     return f"engine {' or '.join(names)}" if names else ""

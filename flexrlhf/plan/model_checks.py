@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from itertools import cycle, islice
 from typing import Any
 
-from flexrlhf.config.engines import PEFT, EngineFacts, Package, full_engines
+from flexrlhf.config.engines import PEFT, EngineFacts, Package
 from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import SettingError, UserError, either
@@ -465,7 +465,7 @@ def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device:
             raise model.refusal(
                 "engine",
                 f"{model.engine} runs on GPUs; on CPUs it needs the module {module} of this "
-                f"repository's tests/{model.engine}_on_cpu on PYTHONPATH; use {either(full_engines())}",
+                f"repository's tests/{model.engine}_on_cpu on PYTHONPATH; use {either(EngineFacts.full_engines())}",
             )
         if model.settings.dtype == "float16" and not model.facts.cpu_float16:
             raise model.refusal(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.data_settings import DataSpec
-from flexrlhf.config.engines import facts_of
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec, SyncSpec
@@ -107,7 +106,7 @@ def _with_types(spec: Spec, cluster: Cluster) -> Spec:
     models = {
         # DeepSpeed has no float32 gradients of 16-bit weights at stage 0
         role: model.model_copy(
-            update={"dtype": "bfloat16" if model.zero >= facts_of(model.engine).least_16_bit_zero else "float32"}
+            update={"dtype": "bfloat16" if model.zero >= model.facts.least_16_bit_zero else "float32"}
         )
         for role, model in spec.models
         if model is not None and model.share is None and "dtype" not in model.model_fields_set

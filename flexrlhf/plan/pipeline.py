@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexrlhf.config.engines import facts_of
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.output_settings import Switches
 from flexrlhf.config.placement_settings import PlacementMap
@@ -201,7 +201,7 @@ def make_plans(specs: Sequence[Spec], choose: Choose = lambda spec, pending, obs
     plans: list[Plan] = []
     for spec in specs:
         inline = {made.spec.rollout.engine for made in plans if made.spec.rollout.process == "inline"}
-        obstacle = SECOND_VLLM if any(facts_of(engine).one_in_process for engine in inline) else ""
+        obstacle = SECOND_VLLM if any(EngineFacts.of(engine).one_in_process for engine in inline) else ""
         made = make_plan(choose(spec, pending, obstacle), pending, obstacle)
         pending |= {path: made.model(role) for path, role in made.outputs.items()}
         plans.append(made)

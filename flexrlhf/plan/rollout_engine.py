@@ -15,7 +15,7 @@ from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.algorithms.base import ImportanceSpec, SampledSpec
-from flexrlhf.config.engines import facts_of
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
@@ -71,7 +71,7 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
     entries = placement.models if isinstance(placement, PlacementMap) else {}
     has_copies = spec.schedule.lag > 0 or spec.sync.every > 1 or any(ModelName(name).copy for name in entries)
     has_copies |= isinstance(placement, tuple) and len(placement) > len(graph.roles)
-    least = facts_of("vllm").least_temperature
+    least = EngineFacts.of("vllm").least_temperature
     obstacles = {
         f"vllm serves {either(Families.SERVED)} models": family not in Families.SERVED,
         f"models.{role}.cuda_graphs is for transformers": model is not None and model.cuda_graphs,
@@ -170,7 +170,7 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
             f"schedule.lag: {spec.schedule.lag} needs shadows, and rollout.engine {rollout.engine} generates on the "
             "ranks that train the actor; use lag 0, or rollout.engine: transformers"
         )
-    least = facts_of(rollout.engine).least_temperature
+    least = rollout.facts.least_temperature
     if isinstance(algorithm, SampledSpec) and algorithm.temperature < least:
         raise UserError(
             f"algorithm.temperature: {rollout.engine} raises what is below {least} to it, found "

@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from flexrlhf.config.code_checks import imported_files, python_file
-from flexrlhf.config.engines import PEFT, all_engines
+from flexrlhf.config.engines import PEFT, EngineFacts
 from flexrlhf.config.plugins import find_plugin, plugin_versions, plugins
 from flexrlhf.config.reward_sources import FunctionSource
 from flexrlhf.config.spec import Spec
@@ -130,14 +130,18 @@ def _name(path: str, file: Path) -> str:
 
 def cpu_builds() -> dict[str, str]:
     """Return the libraries whose build for CPUs has a name of its own, and that name."""
-    packages = (facts.package for facts in all_engines())
+    packages = (facts.package for facts in EngineFacts.all_engines())
     return {package.name: package.cpu_build for package in packages if package is not None and package.cpu_build}
 
 
 def library_versions() -> dict[str, str]:
     """Return the version of each package of ``LIBRARIES`` and of engines that is installed, and of Python."""
     builds = cpu_builds()
-    names = (*LIBRARIES, *(facts.package.name for facts in all_engines() if facts.package), *builds.values())
+    names = (
+        *LIBRARIES,
+        *(facts.package.name for facts in EngineFacts.all_engines() if facts.package),
+        *builds.values(),
+    )
     installed = {name: found for name in names if (found := _version(name)) is not None}
     return {"python": platform.python_version(), **installed}
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from flexrlhf.config.engines import facts_of
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError
@@ -215,7 +214,7 @@ def leanest(spec: Spec) -> Iterator[Spec]:
         for role in graph.roles:
             model = spec.models.of(role)
             assert model is not None
-            trained, engine = role in graph.trained, facts_of(model.engine)
+            trained, engine = role in graph.trained, model.facts
             lean = {
                 "zero": max(engine.zero),
                 "tp": tp if engine.searches_tp and (model.lora is None or not trained) else 1,

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from small_runs import plan_of
 
 import flexrlhf
-from flexrlhf.config.engines import EngineFacts, all_engines, facts_of
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.engines.base import Engine
 from flexrlhf.errors import UserError
@@ -684,7 +684,7 @@ def test_planning_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the table of engines
 
 
-@pytest.mark.parametrize("facts", all_engines(), ids=lambda facts: facts.name)
+@pytest.mark.parametrize("facts", EngineFacts.all_engines(), ids=lambda facts: facts.name)
 def test_every_engine_has_a_constructor_with_all_methods(facts: EngineFacts) -> None:
     methods = {method.name for method in _methods(facts.constructor)}
     contract = {
@@ -708,10 +708,10 @@ def _methods(path: str) -> list[ast.FunctionDef]:
 
 def test_engines_that_generate_have_settings_of_rollout() -> None:
     fields = RolloutSpec.model_fields
-    generate = {facts.name for facts in all_engines() if facts.rollout_settings}
+    generate = {facts.name for facts in EngineFacts.all_engines() if facts.rollout_settings}
     assert set(get_args(fields["engine"].annotation)) == {"auto", "transformers"} | generate
-    assert {*facts_of("vllm").rollout_settings, *RolloutSpec.OF_ALL} == set(fields)
-    assert all(set(facts.rollout_settings) <= set(fields) for facts in all_engines())
+    assert {*EngineFacts.of("vllm").rollout_settings, *RolloutSpec.OF_ALL} == set(fields)
+    assert all(set(facts.rollout_settings) <= set(fields) for facts in EngineFacts.all_engines())
 
 
 # --- rollout engines

@@ -9,7 +9,7 @@ import pytest
 from small_runs import TINY, plan_of
 
 from benchmarks.resharding_volumes import DEGREES, stored_twice
-from flexrlhf.config.engines import facts_of
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
@@ -161,7 +161,7 @@ def test_the_copy_computes_as_the_actor_does() -> None:
     plan = plan_of(None, 2, HYBRID, "models.actor.attention=eager", "models.actor.share_prompts=false")
     copy = plan.placement["actor.rollout"]
     assert (copy.settings.attention, reads_prompts_once(copy)) == ("eager", False)
-    assert facts_of(engine_of(copy)).transformers_modules
+    assert EngineFacts.of(engine_of(copy)).transformers_modules
 
 
 CUDA = "cluster={nodes: [{count: 1, devices: 4, class: A100-80G}]}"

@@ -39,7 +39,12 @@ RUN: dict[str, Any] = {
 
 
 def clear() -> None:
-    for cached in (plugins.plugins_of_others, plugins.load_plugin, engines.facts_of, engines.all_engines):
+    for cached in (
+        plugins.plugins_of_others,
+        plugins.load_plugin,
+        engines.EngineFacts.of,
+        engines.EngineFacts.all_engines,
+    ):
         cached.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "guest"]:
         del sys.modules[name]

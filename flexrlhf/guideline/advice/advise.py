@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from flexrlhf.api import Cluster, ModelSpec, Spec, UserError, offloading_engine
+from flexrlhf.api import Cluster, EngineFacts, ModelSpec, Spec, UserError
 from flexrlhf.guideline.advice.candidates import (
     Candidate,
     FeasibleCandidate,
@@ -311,7 +311,7 @@ def _on_deepspeed(spec: Spec, trained: Sequence[str]) -> Iterator[Spec]:
         role: model.model_fields_set | (of_all.model_fields_set if of_all else set()) for role, model in models.items()
     }
     opened: dict[str, dict[str, object]] = {
-        role: {"engine": offloading_engine()} for role in trained if "engine" not in written[role]
+        role: {"engine": EngineFacts.offloading_engine()} for role in trained if "engine" not in written[role]
     }
     if not opened or not Cluster.of(spec.cluster).has_known_gpus(spec.cluster):
         return

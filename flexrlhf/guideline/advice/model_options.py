@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
 
-from flexrlhf.api import ALL_KINDS, BatchShape, ModelShape, ModelSpec, PlacedModel, Spec, TextPacking
+from flexrlhf.api import BatchShape, EngineFacts, ModelShape, ModelSpec, PlacedModel, Spec, TextPacking
 from flexrlhf.guideline.advice.allowed_settings import CHOSEN, AllowedSettings
 from flexrlhf.guideline.advice.call_figures import CallFigures, ShardedModel, total
 from flexrlhf.guideline.advice.figure_maker import FigureMaker
@@ -103,7 +103,7 @@ class OptionEnumerator:
     def options(self, model: SearchModel, mesh: UniformMesh) -> tuple[Option, ...]:
         """Options of a model on a mesh; none if the engine lacks a kind of call, or the devices all that is tried."""
         base = self.spec.models.of(model.role)
-        if base is not None and not ALL_KINDS & set(model.kinds) <= self.tried.facts(model, base).kinds:
+        if base is not None and not EngineFacts.ALL_KINDS & set(model.kinds) <= self.tried.facts(model, base).kinds:
             return ()
         if (model, mesh) not in self._options:
             figures = self._figures(_by_itself(model), mesh)

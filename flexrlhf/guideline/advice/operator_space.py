@@ -20,6 +20,7 @@ from math import inf
 from typing import Any
 
 from flexrlhf.api import (
+    EngineFacts,
     Layout,
     ModelName,
     ModelSpec,
@@ -32,8 +33,6 @@ from flexrlhf.api import (
     Spec,
     Sync,
     UserError,
-    facts_of,
-    full_engines,
     placeable_graph,
     shown,
 )
@@ -216,14 +215,16 @@ class OperatorSpace(Space):
         operator = self.placed_operators[part]
         settings = self.spec.models.of(operator.role)
         assert settings is not None, f"{operator.role} is resolved"
-        serves = operator.kind in facts_of(settings.engine).kinds
+        serves = operator.kind in settings.facts.kinds
         is_of_rollout = self.sketch.is_of_rollout(part)
-        engine = settings.engine if serves or is_of_rollout else full_engines()[0]
+        engine = settings.engine if serves or is_of_rollout else EngineFacts.full_engines()[0]
         generates = operator.kind == "generate" and not is_of_rollout
         yield self._variant(engine, None, generates)
         follows = operator.kind != "train" and operator.role in self.roles.trained
         if serves and follows and not is_of_rollout and "zero" not in settings.model_fields_set:
-            yield from (self._variant(engine, zero, generates) for zero in (1, 2) if zero in facts_of(engine).zero)
+            yield from (
+                self._variant(engine, zero, generates) for zero in (1, 2) if zero in EngineFacts.of(engine).zero
+            )
 
     def _variant(self, engine: str, zero: int | None, keeps_passes: bool) -> OptionEnumerator:
         """Return an enumerator of models on ``engine``. ``zero``: their stage; None: it is open."""
@@ -296,7 +297,7 @@ class OperatorSpace(Space):
         if self.sketch.is_of_rollout(choice.part):
             own["pp"] = None if settings.pp == self.spec.rollout.pp else settings.pp
             return own
-        own |= {"zero": settings.zero, "pp": settings.pp if facts_of(settings.engine).pp else None}
+        own |= {"zero": settings.zero, "pp": settings.pp if settings.facts.pp else None}
         for name in ("engine", "shard", "cp", "ep"):
             own[name] = None if getattr(settings, name) == getattr(model, name) else getattr(settings, name)
         tokens = (model.of_shadow if is_kept else model).micro_batch_tokens

@@ -15,7 +15,6 @@ from flexrlhf.api import (
     ShadowSpec,
     Spec,
     UserError,
-    facts_of,
     place,
 )
 from flexrlhf.guideline.advice.sketch import SearchModel
@@ -70,7 +69,7 @@ def usable_cluster(cluster: ClusterSpec, share: float, communicators: int) -> Cl
 
 def _shadow_of(settings: ModelSpec, base: ModelSpec | None) -> ShadowSpec:
     """Chosen settings of a shadow, in addition to those in the YAML (its engine, its type)."""
-    stages = ("pp",) if facts_of(settings.engine).pp else ()
+    stages = ("pp",) if settings.facts.pp else ()
     names = ("zero", "shard", "tp", *stages, "cp", "ep", "micro_batch_tokens", "generate_tokens")
     in_yaml = base.shadow if base is not None and base.shadow is not None else ShadowSpec()
     return in_yaml.model_copy(update={name: getattr(settings, name) for name in names})

@@ -13,12 +13,12 @@ import yaml
 from flexrlhf.api import (
     ClusterSpec,
     DeviceClass,
+    EngineFacts,
     Families,
     FoundModel,
     Spec,
     UserError,
     apply_override,
-    facts_of,
     instead_of,
     load_spec,
     make_graph,
@@ -111,7 +111,7 @@ class AdviceRequest:
     def _usual_rollout(self, spec: Spec) -> str:
         """Return the engine that generates where none is written: vLLM if a device and the model allow it."""
         classes = _classes(spec)
-        can = not classes or any(each.capability >= facts_of("vllm").least_capability for each in classes)
+        can = not classes or any(each.capability >= EngineFacts.of("vllm").least_capability for each in classes)
         actor = spec.models.of("actor")
         config = self._source("actor").config if actor is None else read_config("actor", actor)
         return "vllm" if can and config["model_type"] in Families.SERVED else "transformers"

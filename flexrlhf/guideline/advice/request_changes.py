@@ -10,6 +10,7 @@ from flexrlhf.api import (
     Cluster,
     ClusterSpec,
     DeviceClass,
+    EngineFacts,
     LoraSpec,
     ModelSpec,
     RolloutSpec,
@@ -17,8 +18,6 @@ from flexrlhf.api import (
     Spec,
     StrictModel,
     changed_spec,
-    facts_of,
-    offloading_engine,
 )
 
 LEAST_RESPONSE = 128
@@ -96,9 +95,7 @@ def _with_parameters_on_host(spec: Spec, roles: Iterable[str]) -> Iterator[Reque
     """Yield the request with ZeRO-3 shards in host memory between passes, which is searched only where
     nothing else fits."""
     models, name = _models(spec, roles), "offload_parameters"
-    able = [
-        role for role, each in models.items() if facts_of(each.engine).offload and name not in each.model_fields_set
-    ]
+    able = [role for role, each in models.items() if each.facts.offload and name not in each.model_fields_set]
     if able:
         values = {"zero": 3, name: True}
         changes = [SettingChange(f"models.{role}.{key}", value) for role in able for key, value in values.items()]
@@ -108,7 +105,7 @@ def _with_parameters_on_host(spec: Spec, roles: Iterable[str]) -> Iterator[Reque
 def _with_offloading_engine(spec: Spec, trained: Iterable[str], cluster: Cluster) -> Iterator[RequestChange]:
     """Yield the request with trained models on the engine whose optimizer states, and then parameters too, can be in
     host memory."""
-    engine = offloading_engine()
+    engine = EngineFacts.offloading_engine()
     others = [role for role, model in _models(spec, trained).items() if model.engine != engine]
     if engine and others and cluster.has_known_gpus(spec.cluster):
         changes = tuple(SettingChange(f"models.{role}.engine", engine) for role in others)

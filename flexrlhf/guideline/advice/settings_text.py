@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from flexrlhf.api import ModelSpec, Offload, PlacedModel, PlacementMap, Run, bytes_text, facts_of, ranks_text, table
+from flexrlhf.api import ModelSpec, Offload, PlacedModel, PlacementMap, Run, bytes_text, ranks_text, table
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import ratios_of
 
@@ -21,7 +21,7 @@ def settings_table(item: FeasibleCandidate) -> list[str]:
     """Return a table of the placed models, with a row for those alike, and lines on the schedule, engines and host
     memory."""
     models = item.plan.placement.models
-    further = ["pp"] * any(facts_of(model.engine).pp for model in models if model.rollout is None)
+    further = ["pp"] * any(model.facts.pp for model in models if model.rollout is None)
     further += further_degrees(models)
     degrees = ("dp", "tp", *further, "zero")
     head = ("model", "ranks", *degrees, "pass tokens", "decoded", "recompute")

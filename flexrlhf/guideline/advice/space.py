@@ -19,7 +19,6 @@ from flexrlhf.api import (
     Spec,
     Strategy,
     UserError,
-    facts_of,
     model_shapes,
     recomputes_next_to_generation,
     rollout_settings,
@@ -136,7 +135,7 @@ class Space(SearchedStep):
     @property
     def communicators(self) -> int:
         """Communicators of a rank: of the plans that have been made, or the usual number of its engines."""
-        usual = (facts_of(model.engine).communicators for _, model in self.spec.models if model is not None)
+        usual = (model.facts.communicators for _, model in self.spec.models if model is not None)
         return self.limits.communicators or max(usual)
 
     @property

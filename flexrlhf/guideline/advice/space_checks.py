@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from flexrlhf.api import (
     Cluster,
+    EngineFacts,
     Families,
     Layout,
     ModelName,
@@ -15,12 +16,8 @@ from flexrlhf.api import (
     Roles,
     Spec,
     UserError,
-    check_engine,
     check_settings,
     either,
-    facts_of,
-    full_engines,
-    is_engine,
 )
 
 
@@ -33,7 +30,7 @@ def with_types_of_stages(written: Spec, spec: Spec, cluster: Cluster) -> Spec:
     for role, model in spec.models:
         own = written.models.of(role) or written.models.all or ModelSpec()
         is_open = not {"zero", "dtype"} & own.model_fields_set
-        if model is not None and facts_of(model.engine).least_16_bit_zero and is_open:
+        if model is not None and model.facts.least_16_bit_zero and is_open:
             changed[role] = model.model_copy(update={"dtype": "bfloat16"})
     return spec.with_models(changed)
 
@@ -44,7 +41,7 @@ def check_searched_settings(spec: Spec, role: str, roles: Roles) -> None:
     assert settings is not None, f"{role} is resolved"
     is_fixed = "zero" in settings.model_fields_set
     errors = []
-    for zero in (settings.zero,) if is_fixed else facts_of(settings.engine).zero:
+    for zero in (settings.zero,) if is_fixed else settings.facts.zero:
         chosen = settings.model_copy(update={"zero": zero})
         try:
             check_settings(
@@ -62,21 +59,22 @@ def check_searched_models(
     """Raise UserError for an engine that lacks a kind of calls of its role under every placement, and for a model whose
     sizes are not known.
     """
+    full = either(EngineFacts.full_engines())
     for role in roles:
         settings = spec.models.of(role)
         assert settings is not None, f"{role} is resolved"
-        check_engine(f"models.{role}.engine", settings.engine)
-        if not facts_of(settings.engine).trains:
+        EngineFacts.check_name(f"models.{role}.engine", settings.engine)
+        if not settings.facts.trains:
             raise UserError(
-                f"models.{role}.engine: {settings.engine} only generates; use {either(full_engines())} here, and "
+                f"models.{role}.engine: {settings.engine} only generates; use {full} here, and "
                 f"rollout.engine: {settings.engine} to generate with it"
             )
-        engines = [name for name in (settings.engine, settings.of_shadow.engine) if is_engine(name)]
-        serves = {kind for name in engines for kind in facts_of(name).kinds}
+        engines = [name for name in (settings.engine, settings.of_shadow.engine) if EngineFacts.is_engine(name)]
+        serves = {kind for name in engines for kind in EngineFacts.of(name).kinds}
         if role == generated and not spec.rollout.has_copy and "generate" not in serves:
             raise UserError(
                 f"models.{role}.engine: {settings.engine} does not support generate; set rollout.engine: vllm, or use "
-                f"{either(full_engines())} here"
+                f"{full} here"
             )
         if role not in shapes or shapes[role].sizes is None:
             raise UserError(

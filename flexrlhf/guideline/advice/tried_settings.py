@@ -21,7 +21,6 @@ from flexrlhf.api import (
     RolloutSpec,
     ShadowSpec,
     Spec,
-    facts_of,
     rollout_settings,
 )
 from flexrlhf.guideline.advice.sketch import SearchModel
@@ -125,7 +124,7 @@ class TriedSettings:
         """Ranks over which ZeRO shards that are tried: of all nodes, and of each where there are several."""
         if "shard" in self.fixed(model):
             return (own.shard,)
-        return ("all", "node") if facts_of(own.engine).node and mesh.size > mesh.per_node else ("all",)
+        return ("all", "node") if own.facts.node and mesh.size > mesh.per_node else ("all",)
 
     def offloads(self, model: SearchModel) -> Iterator[dict[str, object]]:
         """Settings of where the optimizer's state is: as in the YAML, and in host memory."""
@@ -135,7 +134,7 @@ class TriedSettings:
 
     def facts(self, model: SearchModel, base: ModelSpec) -> EngineFacts:
         engine = self.spec.rollout.engine if model.is_rollout else (base.of_shadow if model.is_shadow else base).engine
-        return facts_of(engine)
+        return EngineFacts.of(engine)
 
     def _pipelines(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> tuple[int, ...]:
         """Numbers of pipeline stages that are tried; the one in the YAML alone, if there is one. Stages of a rollout
@@ -241,7 +240,7 @@ class TriedSettings:
     def frees_activations(self, role: str, memory: float) -> bool:
         """Whether the inputs of a model's layers, for one row, take a share of ``memory`` worth freeing."""
         model, sizes = self.spec.models.of(role), self.shapes[role].sizes
-        if model is None or sizes is None or not facts_of(model.engine).transformers_modules:
+        if model is None or sizes is None or not model.facts.transformers_modules:
             return False
         row = self.spec.data.max_prompt_tokens + self.spec.data.max_response_tokens
         return row * sizes.layers * sizes.hidden * model.item_bytes >= LEAST_FREED * memory

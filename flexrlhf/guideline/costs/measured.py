@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from flexrlhf.api import DeviceClass, Primitive, facts_of
+from flexrlhf.api import DeviceClass, EngineFacts, Primitive
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.decode_phases import DecodePhase, decoding
@@ -202,7 +202,7 @@ class MeasuredCosts:
             rounds = max(1, -(-call.rows // call.decode_rows))
             prefill = sums(2 * layers, call.prompts / rounds * call.prompt)
             return rounds * prefill + sum(each.steps * sums(2 * layers, each.rows) for each in _decoding(call, mesh))
-        backward = 2 if facts_of(call.engine).fused_layers else 4 + call.model.gated
+        backward = 2 if EngineFacts.of(call.engine).fused_layers else 4 + call.model.gated
         each = 2 + (backward if call.kind == "train" else 0) + (2 if call.recompute == "full" else 0)
         passes = call.updates * call.passes_per_update
         return passes * sums(each * layers, call.computed_tokens / passes)
@@ -253,7 +253,7 @@ def _through(stages: Sequence[float], passes: float) -> dict[str, float]:
 
 def _trained_bytes(call: Call, mesh: Mesh) -> float:
     """Return the bytes of the trained parameters on a rank of the fullest stage, in float32."""
-    model, facts = call.model, facts_of(call.engine)
+    model, facts = call.model, EngineFacts.of(call.engine)
     # only some engines split the embedding over tensor-parallel ranks
     whole = 0 if facts.vocabulary_multiple or model.adapters else model.hidden * model.vocabulary
     return GRADIENT_BYTES * (whole + (model.trained_parameters - whole) / mesh.tp) / mesh.pp
@@ -262,7 +262,7 @@ def _trained_bytes(call: Call, mesh: Mesh) -> float:
 def _has_times(times: ModelTimes, call: Call) -> bool:
     if not times.measures(call.kind):
         return False
-    alike = facts_of(times.engine).transformers_modules and facts_of(call.engine).transformers_modules
+    alike = EngineFacts.of(times.engine).transformers_modules and EngineFacts.of(call.engine).transformers_modules
     return times.engine == call.engine or (call.kind == "generate" and alike)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter
 
-from flexrlhf.api import DeviceClass, facts_of
+from flexrlhf.api import DeviceClass, EngineFacts
 
 Row = TypeVar("Row")
 
@@ -158,7 +158,7 @@ DECODERS = read_decoders(Path(__file__).with_name("decoders.csv"), PROFILES)
 
 def profile_of(profiles: Mapping[str, Row], engine: str) -> Row:
     """Return the profile of an engine; of one without a row in the table, that of the engine as which it is priced."""
-    return profiles[engine if engine in profiles else facts_of(engine).priced_as]
+    return profiles[engine if engine in profiles else EngineFacts.of(engine).priced_as]
 
 
 HOST_FACTORS = ((50.0, 1.0), (25.0, 1.9), (0.0, 3.0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, lcm
 
-from flexrlhf.api import DeviceClass, facts_of
+from flexrlhf.api import DeviceClass, EngineFacts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.kernels import (
     attention_seconds,
@@ -110,7 +110,7 @@ def _num_gathers(call: Call, mesh: Mesh, micro_batches: int) -> int:
     once at others at which replicas store shards, which stay gathered until the call ends."""
     if mesh.zero == 3:
         return micro_batches
-    return int(mesh.zero > 0 and facts_of(call.engine).split(mesh.zero) != "whole")
+    return int(mesh.zero > 0 and EngineFacts.of(call.engine).split(mesh.zero) != "whole")
 
 
 def train_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
@@ -296,7 +296,7 @@ def expert_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
     other.
     """
     model, ranks = call.model, mesh.ep * mesh.tp
-    others = (ranks if facts_of(call.engine).sequence_parallel else mesh.ep) - 1
+    others = (ranks if EngineFacts.of(call.engine).sequence_parallel else mesh.ep) - 1
     if model.experts is None or others == 0:
         return 0.0
     size = int(tokens / mesh.tp * model.experts.active * model.hidden * call.item * others / (1 + others))

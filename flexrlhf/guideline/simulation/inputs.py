@@ -7,18 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexrlhf.api import (
-    Cluster,
-    ModelSpec,
-    Plan,
-    Spec,
-    UserError,
-    facts_of,
-    instead_of,
-    is_engine,
-    is_present,
-    make_plan,
-)
+from flexrlhf.api import Cluster, EngineFacts, ModelSpec, Plan, Spec, UserError, instead_of, is_present, make_plan
 from flexrlhf.guideline import costs
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import CostModel
@@ -148,7 +137,7 @@ def check_prices(spec: Spec) -> None:
     """Raise UserError for an engine whose times are not known."""
     written = {f"models.{role}.engine": model.engine for role, model in spec.models if model is not None}
     for key, name in {**written, "rollout.engine": spec.rollout.engine}.items():
-        if is_engine(name) and not facts_of(name).priced_as:
+        if EngineFacts.is_engine(name) and not EngineFacts.of(name).priced_as:
             raise UserError(f"{key}: {name} has no price (priced_as of its facts), so that nothing is predicted")
 
 
