@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from flexrlhf.config.plugins import load_plugin
 from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
 
 MetricRow = Mapping[str, Any]
 """Row of metrics.jsonl: numbers, and words such as the rollout engine."""
@@ -83,16 +80,3 @@ def sample_table(samples: Sequence[LoggedSample]) -> tuple[list[str], list[list[
     """Return the columns that some sample has, and a row for each sample."""
     columns = [name for name in SAMPLE_COLUMNS if any(name in sample for sample in samples)]
     return columns, [[sample.get(name) for name in columns] for sample in samples]
-
-
-def check_loggers(spec: Spec) -> None:
-    """Raise UserError for a logger whose library is not installed, or that could not begin on this machine."""
-    for logger in spec.loggers:
-        kind: type[RunLogger] = load_plugin("loggers", logger.name)
-        for module in kind.modules:
-            if find_spec(module) is None:
-                raise UserError(
-                    f"loggers: {logger.name} needs the package {module}, which is not installed; "
-                    f"pip install 'flexrlhf[{logger.name}]'"
-                )
-        kind.check(logger)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, one_line
-from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, RunLogger, check_loggers
+from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, RunLogger
 
 FILES = ("config.yaml", "plan.txt", "metrics.jsonl", "samples.jsonl", "timeline.json")
 """Files of a run that become artifacts."""
@@ -89,6 +90,35 @@ class RunLoggers:
         self._thread = ThreadPoolExecutor(1, "loggers") if attached else None
         self._jobs: deque[Future[None]] = deque()
 
+    @classmethod
+    def open(cls, spec: Spec, directory: Path) -> RunLoggers:
+        """Return the loggers of a run, which log the rows of its directory that they have not received before.
+
+        Raises UserError if one is not installed or cannot begin.
+        """
+        cls.check(spec)
+        states = read_states(directory) if spec.loggers else {}
+        attached = [_open(each, spec, directory, states.get(each.name)) for each in spec.loggers]
+        loggers = cls(directory, attached)
+        if attached:
+            samples = _read_lines(directory / "samples.jsonl")
+            for row in _read_lines(directory / "metrics.jsonl"):
+                loggers.log(row, [each for each in samples if each["step"] == row["step"]])
+        return loggers
+
+    @staticmethod
+    def check(spec: Spec) -> None:
+        """Raise UserError for a logger whose library is not installed, or that could not begin on this machine."""
+        for logger in spec.loggers:
+            kind: type[RunLogger] = load_plugin("loggers", logger.name)
+            for module in kind.modules:
+                if find_spec(module) is None:
+                    raise UserError(
+                        f"loggers: {logger.name} needs the package {module}, which is not installed; "
+                        f"pip install 'flexrlhf[{logger.name}]'"
+                    )
+            kind.check(logger)
+
     def log(self, row: MetricRow, samples: Sequence[LoggedSample]) -> None:
         """Log a row of metrics and the samples of its step, some time later."""
         if self._thread is not None:
@@ -115,22 +145,6 @@ class RunLoggers:
         fresh = self._directory / f"{FILE}.writing"
         fresh.write_bytes(STATES.dump_json({each.name: each.state for each in self._attached}) + b"\n")
         fresh.replace(self._directory / FILE)
-
-
-def open_loggers(spec: Spec, directory: Path) -> RunLoggers:
-    """Return the loggers of a run, which log the rows of its directory that they have not received before.
-
-    Raises UserError if one is not installed or cannot begin.
-    """
-    check_loggers(spec)
-    states = read_states(directory) if spec.loggers else {}
-    attached = [_open(each, spec, directory, states.get(each.name)) for each in spec.loggers]
-    loggers = RunLoggers(directory, attached)
-    if attached:
-        samples = _read_lines(directory / "samples.jsonl")
-        for row in _read_lines(directory / "metrics.jsonl"):
-            loggers.log(row, [each for each in samples if each["step"] == row["step"]])
-    return loggers
 
 
 def _open(logger: LoggerSpec, spec: Spec, directory: Path, state: LoggerState | None) -> _Attached:

@@ -18,7 +18,7 @@ from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.runs.recorded_columns import RecordedColumns
 from flexrlhf.runs.run_directory import RunDirectory
-from flexrlhf.runs.run_loggers import RunLoggers, open_loggers
+from flexrlhf.runs.run_loggers import RunLoggers
 from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.text import span_of
 from flexrlhf.timeline import KEPT_STEPS, SPANS, Timeline, Trace
@@ -210,6 +210,6 @@ def open_results(rank: RankContext, start: RunStart, steps: Steps | None) -> Res
     work = WorkTime(spec.name, world, rank.flight.timeline)
     if spec.loggers:
         rank.show("opening the loggers")
-    loggers = open_loggers(spec, rank.directory.path) if world.rank == 0 else RunLoggers(rank.directory.path)
+    loggers = RunLoggers.open(spec, rank.directory.path) if world.rank == 0 else RunLoggers(rank.directory.path)
     prompts = partial(prompt_numbers, rank.plan, rank.data)
     return ResultsWriter(Recorder(rank.plan, world, steps), rank.directory, work, loggers, rank.events, prompts, start)

@@ -17,9 +17,9 @@ from flexrlhf.config.plugins import SHIPPED
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.loggers import tensorboard as tensorboard_logger
-from flexrlhf.runs import logger as packages
+from flexrlhf.runs import run_loggers as packages
 from flexrlhf.runs.logger import MetricRow
-from flexrlhf.runs.run_loggers import open_loggers, read_states
+from flexrlhf.runs.run_loggers import RunLoggers, read_states
 
 EACH = ["tensorboard", "wandb", "mlflow"]
 Raw = dict[str, Any]
@@ -47,7 +47,7 @@ def run_steps(spec: Spec, steps: Sequence[int], ends: bool = True) -> None:
     directory = spec.directory
     directory.mkdir(exist_ok=True)
     (directory / "config.yaml").write_text(spec.dump())
-    loggers = open_loggers(spec, directory)
+    loggers = RunLoggers.open(spec, directory)
     for step in steps:
         for name, line in (("metrics.jsonl", row_of(step)), ("samples.jsonl", sample_of(step))):
             with (directory / name).open("a") as file:
@@ -109,7 +109,7 @@ def test_a_logger_that_fails_is_named_once_and_the_run_goes_on(
 def test_a_missing_library_is_named_with_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "find_spec", lambda module: None)
     with pytest.raises(UserError, match=rf"loggers: {name} needs the package {name}.*pip install 'flexrlhf\[{name}\]'"):
-        packages.check_loggers(spec_with(tmp_path, name))
+        RunLoggers.check(spec_with(tmp_path, name))
 
 
 def test_a_server_that_is_not_there_is_named_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_server_that_is_not_there_is_named_at_the_start(tmp_path: Path, monkey
     logger = {"name": "mlflow", "tracking_uri": "http://127.0.0.1:9"}
     spec = Spec.parse({**raw, "runs": str(tmp_path), "loggers": [logger]})
     with pytest.raises(UserError, match="loggers: mlflow cannot begin .*correct tracking_uri, or start its server"):
-        open_loggers(spec, tmp_path)
+        RunLoggers.open(spec, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_what_a_logger_lacks_is_found_before_the_models_are_loaded(
     for key, reason in (("", "there is no key of an account at http"), ("short", "API key must have 40. characters")):
         monkeypatch.setenv("WANDB_API_KEY", key)
         with pytest.raises(UserError, match=f"wandb cannot begin .*{reason}.*; set WANDB_API_KEY, or mode: offline"):
-            packages.check_loggers(online)
+            RunLoggers.check(online)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    packages.check_loggers(online)
+    RunLoggers.check(online)
     for address in ("http://127.0.0.1:9", "http://:80"):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
         with pytest.raises(UserError, match=f"mlflow cannot begin .{address}: .*; correct tracking_uri"):
-            packages.check_loggers(spec_with(tmp_path, "mlflow"))
+            RunLoggers.check(spec_with(tmp_path, "mlflow"))
