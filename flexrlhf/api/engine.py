@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flexrlhf.comm.progress import RankProgress
     from flexrlhf.comm.reduce import RankGroup
     from flexrlhf.comm.rows import RowStore
-    from flexrlhf.comm.store import Notice, own_address
+    from flexrlhf.comm.store import Notice
     from flexrlhf.comm.sync import SyncChannel, WeightMover
     from flexrlhf.comm.world import World, as_world, cuda_backend, gpu_number, local_device, new_group, posted
     from flexrlhf.engines.attention import SharedAttention

@@ -27,6 +27,7 @@ from flexrlhf.comm.store import (
     Endpoint,
     Notice,
     await_keys,
+    own_address,
     route_to,
     use_job_interface,
 )
@@ -251,6 +252,11 @@ class World:
 
         with deadline(f"{self} at {what}", explain):
             store.wait(list(keys), timedelta(seconds=timeout_seconds))
+
+    @property
+    def address(self) -> str:
+        """Address where gloo listens on this machine."""
+        return own_address(self.host)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host})" if self.host else f"rank {self.rank}"

@@ -31,10 +31,11 @@ from flexrlhf.display.plain_lines import open_events
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.failures import ErrorReport
 from flexrlhf.launch.rank_watch import RankWatch
+from flexrlhf.launch.shared_directories import OWN
 from flexrlhf.plan.pipeline import make_plans
-from flexrlhf.runs.resume import ORDERS, OWN, RunOrder
+from flexrlhf.runs.resume import ORDERS, RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
-from flexrlhf.runs.run_files import open_run_files
+from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.memory_meter import naming_exhaustion
 from flexrlhf.trainer.rank_runs import RankRuns
 from flexrlhf.trainer.stop_requests import StopRequests
@@ -76,7 +77,7 @@ def work(
         if begin is not None:
             shares = stack.enter_context(begin(world))
             orders = _orders_of_first(orders, world, timeout_seconds)
-        files = stack.enter_context(open_run_files(world, orders, shares, timeout_seconds))
+        files = stack.enter_context(RunFiles.open(world, orders, shares, timeout_seconds))
         events = open_events(events_file) if world.rank == 0 else EventSender()
         runs = RankRuns(world, files, stops, watch.over, events, time.time() - launched)
         if stop_file is None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flexrlhf.api import RunStopped, Spec, UserError, look_for_probes, make_plans, read_yaml
-from flexrlhf.api.engine import World, cuda_backend, gpu_number, joined_rank, local_device, own_address
+from flexrlhf.api.engine import World, cuda_backend, gpu_number, joined_rank, local_device
 from flexrlhf.measure.facts import (
     HOST_FACTS,
     JOB_FACTS,
@@ -228,7 +228,7 @@ def unreachable(world: World, store: dist.Store, host: HostFacts, hosts: Sequenc
 
     Called by the first rank of every machine at the same time; none stops to listen before all have tried.
     """
-    address = own_address(host.host)
+    address = world.address
     with socket.create_server((address, 0), backlog=1024) as listener:
         store.set(f"listens/{host.node}", json.dumps([address, listener.getsockname()[1]]))
         others = [other for other in hosts if other.node != host.node]

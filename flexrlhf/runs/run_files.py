@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 
-from flexrlhf.comm.store import own_address
 from flexrlhf.comm.world import World
 from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.config.spec import Spec
@@ -47,6 +46,42 @@ class RunFiles:
     keeps: bool
     are_copied: bool = False
     remote: RemoteFiles | None = None
+
+    @classmethod
+    @contextmanager
+    def open(cls, world: World, orders: Sequence[RunOrder], shares: bool, seconds: float) -> Iterator[RunFiles]:
+        """Yield the files of the runs of a job; all ranks call this. ``shares``: whether this machine mounts rank 0's.
+
+        Raises UserError if files must be copied and the machines have no common secret.
+        """
+        world.store.set(f"files/shares/{world.rank}", str(int(shares)))
+        runs = _served_runs(orders)
+        if world.rank != 0:
+            world.wait_for(world.store, {_SERVER: "rank 0"}, "the files of the runs", seconds)
+            secret = JobSecret.here()
+            server = json.loads(secret.verified(_SERVER, world.store.get(_SERVER).decode()))
+            remote = None
+            if not shares:
+                token = secret.derived_token(server["nonce"])
+                remote = RemoteFiles(runs.roots, server["host"], server["port"], token, seconds)
+            yield cls(world.rank == world.first_here and not shares, bool(server), remote)
+            return
+        keys = {f"files/shares/{rank}": f"rank {rank}" for rank in range(world.size)}
+        world.wait_for(world.store, keys, "the files of the runs", seconds)
+        secret = JobSecret.here()
+        if all(int(world.store.get(key)) for key in keys):
+            world.store.set(_SERVER, secret.signed(_SERVER, "{}"))
+            yield cls(True)
+            return
+        if not secret.value:
+            raise UserError(
+                f"{secret.VARIABLE}: missing; machines that do not mount the runs of rank 0 send it files; "
+                f"{secret.MAKE}"
+            )
+        host, nonce = world.address, token_hex()
+        with serve_files(runs, secret.derived_token(nonce), host, seconds, world.size + SPARE_CONNECTIONS) as port:
+            world.store.set(_SERVER, secret.signed(_SERVER, json.dumps({"host": host, "port": port, "nonce": nonce})))
+            yield cls(True, are_copied=True)
 
     def send(self, path: Path) -> None:
         """Copy a file that this rank has written to rank 0's machine, and remove it here."""
@@ -109,41 +144,6 @@ class RunFiles:
     def _meet(self, world: World, what: str, spec: Spec) -> None:
         if self.are_copied:
             world.meet(f"{spec.name}: {what}", spec.timeout_seconds)
-
-
-@contextmanager
-def open_run_files(world: World, orders: Sequence[RunOrder], shares: bool, seconds: float) -> Iterator[RunFiles]:
-    """Yield the files of the runs of a job; all ranks call this. ``shares``: whether this machine mounts rank 0's.
-
-    Raises UserError if files must be copied and the machines have no common secret.
-    """
-    world.store.set(f"files/shares/{world.rank}", str(int(shares)))
-    runs = _served_runs(orders)
-    if world.rank != 0:
-        world.wait_for(world.store, {_SERVER: "rank 0"}, "the files of the runs", seconds)
-        secret = JobSecret.here()
-        server = json.loads(secret.verified(_SERVER, world.store.get(_SERVER).decode()))
-        remote = None
-        if not shares:
-            token = secret.derived_token(server["nonce"])
-            remote = RemoteFiles(runs.roots, server["host"], server["port"], token, seconds)
-        yield RunFiles(world.rank == world.first_here and not shares, bool(server), remote)
-        return
-    keys = {f"files/shares/{rank}": f"rank {rank}" for rank in range(world.size)}
-    world.wait_for(world.store, keys, "the files of the runs", seconds)
-    secret = JobSecret.here()
-    if all(int(world.store.get(key)) for key in keys):
-        world.store.set(_SERVER, secret.signed(_SERVER, "{}"))
-        yield RunFiles(True)
-        return
-    if not secret.value:
-        raise UserError(
-            f"{secret.VARIABLE}: missing; machines that do not mount the runs of rank 0 send it files; {secret.MAKE}"
-        )
-    host, nonce = own_address(world.host), token_hex()
-    with serve_files(runs, secret.derived_token(nonce), host, seconds, world.size + SPARE_CONNECTIONS) as port:
-        world.store.set(_SERVER, secret.signed(_SERVER, json.dumps({"host": host, "port": port, "nonce": nonce})))
-        yield RunFiles(True, are_copied=True)
 
 
 def _served_runs(orders: Sequence[RunOrder]) -> ServedRuns:
