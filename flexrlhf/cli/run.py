@@ -157,7 +157,7 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
     quiet_torch()
     from flexrlhf.launch.preparation import checked_job
     from flexrlhf.launch.rendezvous import JOIN_SECONDS, find_job
-    from flexrlhf.runs.resume import resumed
+    from flexrlhf.runs.resume import Resumption
 
     with _said_to_others(joining):
         job = find_job(rdzv_endpoint, JOIN_SECONDS)
@@ -168,7 +168,7 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
         hosts = Hosts(job.offer.nnodes, job.take_number(cluster) if node_rank is None else node_rank, rdzv_endpoint)
         names, ranks = ", ".join(plan.spec.name for plan in plans), ranks_text(hosts.local_ranks(cluster))
         typer.echo(f"joins {names} as node {hosts.node_rank} of {hosts.nnodes}: {ranks}")
-        runs = [resumed(plan, order) for plan, order in zip(plans, orders, strict=True)]
+        runs = [Resumption.ordered(plan, order) for plan, order in zip(plans, orders, strict=True)]
         checked = checked_job(runs, hosts)
     checked.start(job.offer.max_restarts)
     end_command(None)

@@ -13,8 +13,9 @@ from flexrlhf.plan.input_checks import check_runs
 from flexrlhf.plan.model_checks import check_device
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.free_space import DiskDemand
-from flexrlhf.runs.logger import check_loggers
-from flexrlhf.runs.resume import Resumption, is_finished, keep_runs, resume_runs, resumed
+from flexrlhf.runs.resume import Resumption, resume_runs
+from flexrlhf.runs.run_directory import RunDirectory
+from flexrlhf.runs.run_loggers import RunLoggers
 
 
 def prepare_job(
@@ -39,9 +40,10 @@ def prepare_job(
     """
     keeps = keeps and not Hosts.under_torchrun()
     if hosts.nnodes > 1 and not hosts.is_first_node and (keeps or resume is not None):
-        found = [] if resume is not None and all(map(is_finished, plans)) else _ordered_runs(plans, hosts)
+        finished = (RunDirectory(plan.spec.directory).has_finished(plan.spec.steps) for plan in plans)
+        found = [] if resume is not None and all(finished) else _ordered_runs(plans, hosts)
     else:
-        found = keep_runs(tuple(plans)) if keeps and resume is None else resume_runs(tuple(plans), resume, accepts)
+        found = Resumption.kept(plans) if keeps and resume is None else resume_runs(tuple(plans), resume, accepts)
     runs = [run for run in found if not run.finished]
     for note in (note for run in runs for note in run.notes):
         print(note, file=sys.stderr)
@@ -61,7 +63,7 @@ def _ordered_runs(plans: Sequence[Plan], hosts: Hosts) -> list[Resumption]:
         if order.spec.name not in by_name:
             known = ", ".join(by_name)
             raise UserError(f"node 0 has a run {order.spec.name}, this machine {known}; start the same command on both")
-    return [resumed(by_name[order.spec.name], order) for order in orders]
+    return [Resumption.ordered(by_name[order.spec.name], order) for order in orders]
 
 
 def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = False, launcher: str = "auto") -> Job:
@@ -84,5 +86,5 @@ def checked_job(runs: Sequence[Resumption], hosts: Hosts, is_quickstart: bool = 
     if hosts.is_first:
         DiskDemand.check(runs)
         for plan in plans:
-            check_loggers(plan.spec)
+            RunLoggers.check(plan.spec)
     return Job(tuple(runs), hosts, device, starter)

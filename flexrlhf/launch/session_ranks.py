@@ -21,10 +21,10 @@ def main(orders: str, outcome: str) -> int:
             from flexrlhf.launch.preparation import checked_job
             from flexrlhf.placement.hosts import Hosts
             from flexrlhf.plan.pipeline import make_plan
-            from flexrlhf.runs.resume import ORDERS, resumed
+            from flexrlhf.runs.resume import ORDERS, Resumption
 
             (order,) = ORDERS.validate_json(Path(orders).read_bytes())
-            checked_job([resumed(make_plan(order.spec), order)], Hosts()).start(factory=factory)
+            checked_job([Resumption.ordered(make_plan(order.spec), order)], Hosts()).start(factory=factory)
     except (UserError, RankFailure, RunStopped, Interrupted, Preempted) as error:
         Path(outcome).write_text(json.dumps([type(error).__name__, str(error)]))
         return 1

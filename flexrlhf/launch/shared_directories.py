@@ -14,6 +14,8 @@ from secrets import token_hex
 
 from flexrlhf.plan.plan import Plan
 
+SHARED, OWN = "shared", "own"
+"""Words for the directories of the runs on a machine: rank 0's, or others of its own."""
 PROBE_BYTES = 2**20
 """Bytes that node 0 writes: a full disk takes empty files."""
 SEEN_SECONDS = 5.0

@@ -26,9 +26,10 @@ from flexrlhf.launch.node_watch import NodeWatch
 from flexrlhf.launch.rank_factory import RankFactory
 from flexrlhf.launch.rank_watch import silence_limit
 from flexrlhf.launch.rendezvous import NodeRendezvous
+from flexrlhf.launch.shared_directories import OWN, SHARED
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.resume import ORDERS, OWN, SHARED, RunOrder
+from flexrlhf.runs.resume import ORDERS, RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.signals import SAVING, Ending, StopSignal, handled
 from flexrlhf.text import counted

@@ -29,8 +29,6 @@ FREE = ("eval.",)
 """Settings that only evaluations depend on may change from one checkpoint to the next."""
 DRAINED = ("schedule.lag", "rollout.segment_tokens", "rollout.max_segments")
 """Settings of which rows in flight may have other values than the run that trains on them, if that is accepted."""
-SHARED, OWN = "shared", "own"
-"""Words for the directories of the runs on a machine: rank 0's, or others of its own."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,20 @@ class Resumption:
     notes: tuple[str, ...] = ()
     program: str = ""
 
+    @classmethod
+    def ordered(cls, plan: Plan, order: RunOrder) -> Resumption:
+        """Return how a run begins that another machine orders."""
+        return cls(plan, order.candidates, continues=order.continues, program=order.program)
 
-def resumed(plan: Plan, order: RunOrder) -> Resumption:
-    """Return how a run begins that another machine orders."""
-    return Resumption(plan, order.candidates, continues=order.continues, program=order.program)
+    @classmethod
+    def kept(cls, plans: Sequence[Plan]) -> list[Resumption]:
+        """Return how the runs begin, of which the last one and all that follow a changed one train anew."""
+        found: list[Resumption] = []
+        for plan in plans:
+            earlier_train = {path for each in found if not each.finished for path in each.plan.outputs}
+            is_kept = plan is not plans[-1] and not _starts_from(plan, earlier_train) and is_kept_run(plan)
+            found.append(cls(plan, finished=is_kept, continues=is_kept))
+        return found
 
 
 def resume_runs(plans: tuple[Plan, ...], resume: str | None, accepts: bool = False) -> list[Resumption]:
@@ -98,17 +106,11 @@ def resume_runs(plans: tuple[Plan, ...], resume: str | None, accepts: bool = Fal
     return [*(_automatic(plan, accepts) for plan in plans[:-1]), _from_path(plans[-1], Path(resume), accepts)]
 
 
-def is_finished(plan: Plan) -> bool:
-    """Return whether all steps of a run are in its directory."""
-    status = RunDirectory(plan.spec.directory).status
-    return status is not None and status.state == "finished" and status.steps >= plan.spec.steps
-
-
 def _automatic(plan: Plan, accepts: bool) -> Resumption:
     """Return how a run begins by the contents of its directory."""
     directory = RunDirectory(plan.spec.directory)
     found = directory.checkpoints
-    if is_finished(plan):
+    if directory.has_finished(plan.spec.steps):
         _check_settings(plan, load_spec(directory.config), directory, FREE)
         return Resumption(plan, finished=True, continues=True)
     if not found:
@@ -313,16 +315,6 @@ def _check_settings(plan: Plan, before: Spec, where: CheckpointDirectory | RunDi
             f"--resume {where}: {each.key} was {shown(each.first)} and is {shown(each.second)} now, which would change "
             f"the numbers of the run{more}; use {shown(each.first)}, or start a new run under another name"
         )
-
-
-def keep_runs(plans: tuple[Plan, ...]) -> list[Resumption]:
-    """Return how the runs begin, of which the last one and all that follow a changed one train anew."""
-    found: list[Resumption] = []
-    for plan in plans:
-        earlier_train = {path for each in found if not each.finished for path in each.plan.outputs}
-        is_kept = plan is not plans[-1] and not _starts_from(plan, earlier_train) and is_kept_run(plan)
-        found.append(Resumption(plan, finished=is_kept, continues=is_kept))
-    return found
 
 
 def is_kept_run(plan: Plan) -> bool:

@@ -117,6 +117,11 @@ class RunDirectory:
         except (OSError, ValueError):
             raise UserError(f"{self._status}: damaged; remove it") from None
 
+    def has_finished(self, steps: int) -> bool:
+        """Return whether a run of so many ``steps`` has ended here. Raises UserError as ``status``."""
+        status = self.status
+        return status is not None and status.state == "finished" and status.steps >= steps
+
     def write_status(self, state: StatusWord, next_step: int, steps: int, start_seconds: float | None = None) -> None:
         """Write ``status.json``, never in part. The arguments are the fields of ``RunStatus``."""
         self._write(RunStatus(state, next_step, steps, start_seconds))

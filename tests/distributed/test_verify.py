@@ -17,12 +17,13 @@ from forked import RANK_ENVIRONMENT, warm_factory
 
 from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.config.spec import Spec
+from flexrlhf.launch.shared_directories import SHARED
 from flexrlhf.launch.start import start_ranks
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.runs.resume import ORDERS, SHARED, RunOrder
+from flexrlhf.runs.resume import ORDERS, RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.verify.comparison import RecordedRun, compare_runs
 from flexrlhf.verify.comparison_text import format_verdict

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from flexrlhf.data.quickstart import config_paths
 from flexrlhf.plan.pipeline import make_plans
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.resume import keep_runs
+from flexrlhf.runs.resume import Resumption
 from flexrlhf.runs.run_directory import RunDirectory
 
 SFT, REWARD, PPO = "quickstart-sft", "quickstart-reward", "quickstart-ppo"
@@ -44,7 +44,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(*overrides: str) -> list[str]:
-    return [run.plan.spec.name for run in keep_runs(tuple(plans_of(*overrides))) if run.finished]
+    return [run.plan.spec.name for run in Resumption.kept(plans_of(*overrides)) if run.finished]
 
 
 def test_all_but_the_last_are_kept() -> None:
