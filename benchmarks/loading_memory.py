@@ -168,6 +168,7 @@ def _context(case: Case, directory: Path, world: Any, groups: Any) -> Any:
     from flexrlhf.comm.reduce import RankGroup
     from flexrlhf.config.model_settings import ModelSpec
     from flexrlhf.engines.base import EngineContext
+    from flexrlhf.engines.model_ranks import ModelRanks
     from flexrlhf.operators.columns import Lengths
     from flexrlhf.placement.layout import Layout
     from flexrlhf.placement.placed import ModelName, PlacedModel
@@ -184,9 +185,11 @@ def _context(case: Case, directory: Path, world: Any, groups: Any) -> Any:
         temperature=1.0,
         seed=0,
         num_updates=1,
-        dp=RankGroup(groups.get("model", ranks), ranks, wait) if len(ranks) > 1 else alone,
-        tp=alone,
-        alone=groups.alone(world.rank),
+        ranks=ModelRanks(
+            dp=RankGroup(groups.get("model", ranks), ranks, wait) if len(ranks) > 1 else alone,
+            tp=alone,
+            alone=groups.alone(world.rank),
+        ),
         device=torch.device("cpu"),
         kv_bytes=0,
         store=dist.PrefixStore("model", world.store),
@@ -202,14 +205,14 @@ def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: boo
     placed, live = context.placed, engine.weights()
     shape = model_shape("actor", placed.settings)
     ranks = next(ranks for ranks in placed.gather_sets if placed.ranks[0] in ranks)
-    if context.alone is None or context.dp.ranks[0] != placed.ranks[0]:
+    if context.ranks.alone is None or context.ranks.dp.ranks[0] != placed.ranks[0]:
         raise AssertionError("the first rank writes")
     rank = int(os.environ["RANK"])
     if rank not in ranks:
         return
     shards = tuple(shape.parts_on(placed, each) for each in ranks)
     group = groups.get("model", ranks) if len(ranks) > 1 else None
-    gather, dtype = WeightGather(group, ranks, shards, context.dp.wait), next(iter(live.values())).dtype
+    gather, dtype = WeightGather(group, ranks, shards, context.ranks.dp.wait), next(iter(live.values())).dtype
     names = bucket_names(shards[0], dtype.itemsize, BUCKET_BYTES)
     buckets = (gather.whole(live, each, dtype) for each in names)
     if rank != 0:

@@ -25,7 +25,8 @@ from flexrlhf.comm.sync import SyncChannel, WeightMover
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec, SyncSpec
-from flexrlhf.engines.base import Batch, Engine, EngineContext, Sampling, StageRanks
+from flexrlhf.engines.base import Batch, Engine, EngineContext, Sampling
+from flexrlhf.engines.model_ranks import ModelRanks, StageRanks
 from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.placement.groups import Group
@@ -71,13 +72,10 @@ def engine_of(model: PlacedModel, world: World) -> Engine:
         temperature=1.0,
         seed=0,
         num_updates=1,
-        dp=alone,
-        tp=alone,
-        alone=None,
+        ranks=ModelRanks(alone, alone, stages=StageRanks(alone, alone, alone, alone)),
         device=world.device,
         kv_bytes=kv_cache_bytes(model, shape) if model.rollout is not None else 0,
         store=dist.PrefixStore(model.name, world.store),
-        stages=StageRanks(alone, alone, alone, alone),
     ).make_engine()
 
 

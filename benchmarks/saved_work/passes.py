@@ -15,6 +15,7 @@ from benchmarks.saved_work.texts import LONGEST, Text, batch_of, padded
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Totals
+from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.placement.layout import Layout
@@ -78,9 +79,7 @@ def engine_with(lengths: Lengths, **settings: Any) -> TorchEngine:
         temperature=1.0,
         seed=0,
         num_updates=1,
-        dp=ONE_RANK,
-        tp=ONE_RANK,
-        alone=None,
+        ranks=ModelRanks(ONE_RANK, ONE_RANK),
         device=torch.device("cpu"),
         kv_bytes=0,
         store=HashStore(),

@@ -22,6 +22,7 @@ from flexrlhf.comm.deadlines import Waits
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.engines.copy_streams import CopyStreams
+from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 from flexrlhf.placement.placed import PlacedModel
@@ -190,58 +191,6 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class StageRanks:
-    """Ranks of a model whose engine has pipeline stages, as this rank is grouped with them.
-
-    stages:   ranks at the same position in every stage, which have the same rows.
-    ends:     first and last of them.
-    replica:  all ranks with these rows, of every tensor-parallel part and stage.
-    model:    all ranks.
-    """
-
-    stages: RankGroup
-    ends: RankGroup
-    replica: RankGroup
-    model: RankGroup
-
-
-@dataclass(frozen=True)
-class ShardRanks:
-    """Parts of the data-parallel group of a model whose state is sharded in each node.
-
-    shards: ranks of this node, which store different parts.
-    copies: ranks of other nodes that store the same part, and this one.
-    """
-
-    shards: RankGroup
-    copies: RankGroup
-
-
-@dataclass(frozen=True)
-class ContextRanks:
-    """Ranks of a model whose rows are split over context-parallel ranks.
-
-    parts:    ranks that have the other parts of the tokens of the same rows.
-    weights:  ranks that have the same part of the model, with any rows: these and the data-parallel ones.
-    """
-
-    parts: RankGroup
-    weights: RankGroup
-
-
-@dataclass(frozen=True)
-class ExpertRanks:
-    """Ranks of a model whose experts are split over ranks.
-
-    parts:  ranks that have the other experts of each layer.
-    same:   ranks that have the same experts, of those that together store all weights.
-    """
-
-    parts: RankGroup
-    same: RankGroup
-
-
-@dataclass(frozen=True)
 class EngineContext:
     """Arguments of an engine's constructor, which all ranks of the placed model call.
 
@@ -250,18 +199,12 @@ class EngineContext:
     temperature:     of the run's sampling, which log-probs are computed with.
     seed:            of weights that no file contains; alike on all ranks and copies.
     num_updates:     optimizer steps of the whole run, for the learning-rate schedule.
-    dp:              ranks that have the same part of the model and other rows.
-    tp:              ranks that have the other parts of the same layers, and the same rows.
-    alone:           process group of this rank alone, for a library that requires one; None where the plan has none.
+    ranks:           of the placed model, in groups.
     device:          device of this rank.
     kv_bytes:        bytes of the KV cache that a rollout engine keeps on this rank.
     store:           store of this placed model, for an engine whose library creates process groups of its own.
     timeout_seconds: longest wait of these groups.
     pad_token_id:    of the run; None: the run has no data.
-    stages:          groups of an engine with pipeline stages.
-    in_node:         groups of a model that is sharded in each node; None: it is sharded over all, or not at all.
-    cp:              groups of a model with context-parallel ranks; None: a rank computes all tokens of its rows.
-    experts:         groups of a model with expert-parallel ranks; None: a rank has all experts.
     copies:          streams of this rank's copies to host memory and back; None: the engine has its own.
     switches:        mechanisms that the run does without.
     waits:           of this rank's main thread, for a library whose ranks wait for each other inside a call.
@@ -272,34 +215,15 @@ class EngineContext:
     temperature: float
     seed: int
     num_updates: int
-    dp: RankGroup
-    tp: RankGroup
-    alone: dist.ProcessGroup | None
+    ranks: ModelRanks
     device: torch.device
     kv_bytes: int
     store: dist.Store
     timeout_seconds: float = 1800.0
     pad_token_id: int | None = None
-    stages: StageRanks | None = None
-    in_node: ShardRanks | None = None
-    cp: ContextRanks | None = None
-    experts: ExpertRanks | None = None
     copies: CopyStreams | None = None
     switches: Switches = NO_SWITCHES
     waits: Waits = field(default_factory=Waits)
-
-    @property
-    def same_part(self) -> RankGroup:
-        """Ranks that have the same part of the model, over which gradients are summed."""
-        return self.dp if self.cp is None else self.cp.weights
-
-    @property
-    def rank_in_run(self) -> int:
-        """Number of this rank in the run."""
-        for each in (self.same_part, self.tp):
-            if each.group is not None:
-                return each.ranks[dist.get_rank(each.group)]
-        return self.dp.ranks[0]
 
     def is_tied(self, config: Any) -> bool:
         """Return whether the embedding is also the language head. ``config``: Hugging Face config of the model."""
@@ -313,7 +237,8 @@ class EngineContext:
 
     def check_links(self) -> None:
         """Raise UserError for pipeline stages on GPUs without NCCL, which their libraries send by."""
-        group = None if self.stages is None else self.stages.stages.group
+        stages = self.ranks.stages
+        group = None if stages is None else stages.stages.group
         if group is not None and self.device.type == "cuda" and dist.get_backend(group) == "gloo":
             why = "debug.backend is gloo" if self.switches.backend == "gloo" else "several ranks share a GPU here"
             raise UserError(f"{self.placed.key('pp')}: {self.placed.layout.pp} stages need NCCL, but {why}; use 1")
@@ -325,7 +250,7 @@ class EngineContext:
         (``InOrder``, and collectives of libraries): after forward calls, and before the norm in an optimizer step.
         """
         if self.device.type != "cpu" and len(self.placed.ranks) > 1:
-            self.dp.await_device(self.device, self.placed.ranks)
+            self.ranks.dp.await_device(self.device, self.placed.ranks)
 
 
 @dataclass(frozen=True)

@@ -289,6 +289,6 @@ def make_passes(
     readout = Readout.of(context, config, head)
     settings = placed.settings
     laid_out = PassSettings.of(context, config)
-    together = context.same_part if lockstep else None
+    together = context.ranks.same_part if lockstep else None
     routers = make_routers(model, settings, placed.trained)
-    return Passes(model, call, readout, settings, laid_out, context.dp, together, routers)
+    return Passes(model, call, readout, settings, laid_out, context.ranks.dp, together, routers)

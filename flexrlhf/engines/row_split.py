@@ -31,9 +31,9 @@ class RowSplit:
     @classmethod
     def of(cls, context: EngineContext, config: Any) -> RowSplit | None:
         """Return the split of rows over the context-parallel ranks of a model; None if it has one alone."""
-        if context.cp is None:
+        if context.ranks.cp is None:
             return None
-        ranks = context.cp.parts
+        ranks = context.ranks.cp.parts
         assert ranks.group is not None, "context-parallel ranks are several"
         return cls(ranks, dist.get_rank(ranks.group), context.placed.settings.is_ring(config.num_attention_heads))
 

@@ -68,7 +68,7 @@ class Skeleton:
         """Return the part of every parameter of the model that this rank stores, by name."""
         shapes = tuple(sorted((name, tuple(each.shape)) for name, each in self.model.named_parameters()))
         shape = ModelShape(shapes, is_tied=context.is_tied(self.model.config))
-        return shape.parts_on(context.placed, context.rank_in_run)
+        return shape.parts_on(context.placed, context.ranks.number)
 
     def use_kernels(self, context: EngineContext) -> LanguageHead | None:
         """Give the model the kernels of its settings, and a language head of ours; None: it has its own, or none."""

@@ -11,23 +11,10 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, Wait, World
-from flexrlhf.engines.base import (
-    Batch,
-    ContextRanks,
-    Engine,
-    EngineContext,
-    ExpertRanks,
-    Loss,
-    MemoryUsage,
-    ShardRanks,
-    StageRanks,
-)
+from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, MemoryUsage
 from flexrlhf.engines.copy_streams import CopyStreams
+from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.errors import UserError
-from flexrlhf.placement.groups import (
-    GroupPurpose,
-)
-from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.reused_weights import ReusedWeights
@@ -162,67 +149,25 @@ def load_model_on_rank(
 
     Raises UserError for a model that cannot be sharded as planned.
     """
-    layout, rank = model.layout, world.rank
-
-    def ranks_of(purpose: str, ranks: tuple[int, ...]) -> RankGroup:
-        return RankGroup(groups.get(f"{purpose} {model.name}", ranks), ranks, wait)
-
-    tp_ranks = next(ranks for ranks in layout.tp_sets if rank in ranks)
-    dp, tp = ranks_of(GroupPurpose.COMPUTE, layout.dp_set(rank)), ranks_of(GroupPurpose.TP, tp_ranks)
-    cp = None
-    if layout.cp > 1:
-        of_weights = ranks_of(GroupPurpose.WEIGHTS, layout.of_weights.dp_set(rank))
-        cp = ContextRanks(ranks_of(GroupPurpose.CP, layout.cp_set(rank)), of_weights)
-    experts = None
-    if layout.ep > 1:
-        same = ranks_of(GroupPurpose.SAME_EXPERTS, model.expert_copy_set(rank))
-        experts = ExpertRanks(ranks_of(GroupPurpose.EXPERTS, layout.ep_set(rank)), same)
-    in_node = None
-    if model.is_sharded_in_nodes:
-        with_same_shard = ranks_of(GroupPurpose.COPIES, model.copy_set(rank))
-        in_node = ShardRanks(ranks_of(GroupPurpose.SHARD, model.shard_set(rank)), with_same_shard)
-    stages = stage_ranks(layout, rank, ranks_of, has_all=model.facts.model_group)
+    rank = world.rank
+    ranks = ModelRanks.of(model, rank, groups, wait)
     engine = EngineContext(
         placed=model,
         lengths=plan.lengths.of_role(model.role),
         temperature=plan.temperature,
         seed=plan.spec.seed,
         num_updates=plan.num_updates(model.role) if model.trained else 0,
-        dp=dp,
-        tp=tp,
-        cp=cp,
-        experts=experts,
-        alone=groups.alone(rank),
+        ranks=ranks,
         device=world.device,
         kv_bytes=plan.sizing.kv_bytes(model),
-        store=dist.PrefixStore(f"{plan.spec.name}/{model.name}/{stages.replica.ranks[0]}", world.store),
+        store=dist.PrefixStore(f"{plan.spec.name}/{model.name}/{ranks.replica.ranks[0]}", world.store),
         timeout_seconds=plan.spec.timeout_seconds,
         pad_token_id=pad_token_id,
-        stages=stages,
-        in_node=in_node,
         copies=copies,
         switches=plan.spec.debug,
         waits=world.waits,
     ).make_engine()
-    return LoadedModel(model, engine, dp, stages.replica, _shape(plan, model, engine.weights(), rank))
-
-
-def stage_ranks(
-    layout: Layout, rank: int, ranks_of: Callable[[str, tuple[int, ...]], RankGroup], has_all: bool = True
-) -> StageRanks:
-    """Return the groups of ``rank`` that follow from stages.
-
-    ranks_of:  ranks by the purpose of their group.
-    has_all:   whether there is a group of all ranks.
-    """
-    pipeline, replica = layout.pp_set(rank), layout.replica_sets[layout.replica(rank)]
-    together = ranks_of(GroupPurpose.of_replica(layout), replica)
-    return StageRanks(
-        stages=ranks_of(GroupPurpose.PP, pipeline),
-        ends=ranks_of(*GroupPurpose.of_ends(pipeline)),
-        replica=together,
-        model=ranks_of(GroupPurpose.of_all(layout), layout.ranks) if has_all else together,
-    )
+    return LoadedModel(model, engine, ranks.dp, ranks.replica, _shape(plan, model, engine.weights(), rank))
 
 
 def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int) -> ModelShape:

@@ -18,7 +18,8 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import Groups, World, open_world
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.engines.base import ContextRanks, Engine, EngineContext
+from flexrlhf.engines.base import Engine, EngineContext
+from flexrlhf.engines.model_ranks import ContextRanks, ModelRanks
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
@@ -48,13 +49,15 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
         temperature=1.0,
         seed=SEED,
         num_updates=UPDATES,
-        dp=alone if has_all_rows(name) else together,
-        tp=together if spec.tp > 1 else alone,
-        alone=groups.alone(world.rank),
+        ranks=ModelRanks(
+            dp=alone if has_all_rows(name) else together,
+            tp=together if spec.tp > 1 else alone,
+            alone=groups.alone(world.rank),
+            cp=ContextRanks(together, together) if spec.cp > 1 else None,
+        ),
         device=torch.device("cpu"),
         kv_bytes=0,
         store=dist.PrefixStore(name, world.store),
-        cp=ContextRanks(together, together) if spec.cp > 1 else None,
     ).make_engine()
     planned = {each: part.num_elements for each, part in shape.parts_on(model, world.rank).items()}
     assert planned == {each: tensor.numel() for each, tensor in engine.weights().items()}, name

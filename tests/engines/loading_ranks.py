@@ -23,7 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import ALONE, Groups, World, open_world
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
-from flexrlhf.engines.base import Engine, EngineContext, ExpertRanks, TrainingState
+from flexrlhf.engines.base import Engine, EngineContext, TrainingState
+from flexrlhf.engines.model_ranks import ExpertRanks, ModelRanks
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.weight_files import PartReader
@@ -63,10 +64,12 @@ def context_of(name: str, model: PlacedModel, world: World, groups: Groups) -> E
         temperature=1.0,
         seed=SEED,
         num_updates=1,
-        dp=alone if is_tp else together,
-        tp=together if is_tp else alone,
-        experts=ExpertRanks(together, alone) if model.settings.ep > 1 else None,
-        alone=groups.alone(world.rank),
+        ranks=ModelRanks(
+            dp=alone if is_tp else together,
+            tp=together if is_tp else alone,
+            experts=ExpertRanks(together, alone) if model.settings.ep > 1 else None,
+            alone=groups.alone(world.rank),
+        ),
         device=torch.device("cpu"),
         kv_bytes=0,
         store=dist.PrefixStore(name, world.store),

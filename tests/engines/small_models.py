@@ -16,6 +16,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec, OptimizerSpec
 from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, Moments, Outputs, Sampling, Totals
+from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.placement.layout import Layout
@@ -66,9 +67,7 @@ def context_of(model: PlacedModel, num_updates: int = 100, lengths: Lengths = LE
         temperature=1.0,
         seed=SEED,
         num_updates=num_updates,
-        dp=ONE_RANK,
-        tp=ONE_RANK,
-        alone=None,
+        ranks=ModelRanks(ONE_RANK, ONE_RANK),
         device=torch.device("cpu"),
         kv_bytes=0,
         store=HashStore(),

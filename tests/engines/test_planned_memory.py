@@ -15,6 +15,7 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Outputs, Sampling
+from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.memory.budget import Compute, Phase, SequenceLengths, Sizing
 from flexrlhf.operators.columns import COLUMNS, Lengths
@@ -70,9 +71,7 @@ def engine_of(model: PlacedModel) -> TorchEngine:
             temperature=1.0,
             seed=0,
             num_updates=3,
-            dp=alone,
-            tp=alone,
-            alone=None,
+            ranks=ModelRanks(alone, alone),
             device=torch.device("cpu"),
             kv_bytes=0,
             store=HashStore(),

@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext
+from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.engines.scalar_head import saved_value_head
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.errors import UserError
@@ -132,9 +133,7 @@ def trained_engine(model: Any, pad_token_id: int) -> TorchEngine:
             temperature=1.0,
             seed=SEED,
             num_updates=10,
-            dp=ONE_RANK,
-            tp=ONE_RANK,
-            alone=None,
+            ranks=ModelRanks(ONE_RANK, ONE_RANK),
             device=torch.device("cpu"),
             kv_bytes=0,
             store=HashStore(),

@@ -24,8 +24,9 @@ from flexrlhf.config.output_settings import NO_SWITCHES, DebugSpec, Switches
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines import decoding, noise_kernel
 from flexrlhf.engines.attended_spans import AttendedSpans, copied_to
-from flexrlhf.engines.base import Batch, StageRanks
+from flexrlhf.engines.base import Batch
 from flexrlhf.engines.copy_streams import CopyStreams
+from flexrlhf.engines.model_ranks import ModelRanks, StageRanks
 from flexrlhf.engines.routing import routers_of
 from flexrlhf.engines.sampling import running_sums, sample_tokens
 from flexrlhf.engines.slots import Slots
@@ -349,7 +350,8 @@ def test_stages_without_nccl_are_refused_by_name(switches: Switches, why: str, m
     a_group: Any = object()
     ranks = RankGroup(a_group, (0, 1), lambda work, ranks: work.wait())
     model = replace(placed(engine="megatron", pp=2), layout=Layout((0, 1), pp=2))
-    context = replace(context_of(model), device=GPU, stages=StageRanks(ranks, ranks, ranks, ranks), switches=switches)
+    of_model = ModelRanks(ranks, ranks, stages=StageRanks(ranks, ranks, ranks, ranks))
+    context = replace(context_of(model), device=GPU, ranks=of_model, switches=switches)
     with pytest.raises(UserError, match=f"models.actor.pp: 2 stages need NCCL, but {why}; use 1"):
         context.check_links()
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec
-from flexrlhf.engines.base import Batch, EngineContext, Sampling, StageRanks
+from flexrlhf.engines.base import Batch, EngineContext, Sampling
+from flexrlhf.engines.model_ranks import ModelRanks, StageRanks
 from flexrlhf.engines.models import load_model
 from flexrlhf.memory.states import kv_cache_bytes
 from flexrlhf.operators.columns import Lengths
@@ -74,13 +75,10 @@ def engine_context(model: PlacedModel, replica: RankGroup = ONE_RANK, store: dis
         temperature=1.0,
         seed=SEED,
         num_updates=1,
-        dp=ONE_RANK,
-        tp=replica,
-        alone=None,
+        ranks=ModelRanks(ONE_RANK, replica, stages=StageRanks(replica, replica, replica, replica)),
         device=torch.device("cpu"),
         kv_bytes=kv_cache_bytes(model, shape),
         store=store or dist.HashStore(),
-        stages=StageRanks(replica, replica, replica, replica),
     )
 
 

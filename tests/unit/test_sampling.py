@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import Batch, EngineContext, Sampling
+from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.engines.sampling import gumbel_noise, sample_tokens
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import COLUMNS, Lengths
@@ -182,9 +183,7 @@ def engine_of(temperature: float = 1.0) -> TorchEngine:
             temperature=temperature,
             seed=0,
             num_updates=1,
-            dp=one_rank,
-            tp=one_rank,
-            alone=None,
+            ranks=ModelRanks(one_rank, one_rank),
             device=torch.device("cpu"),
             kv_bytes=0,
             store=HashStore(),

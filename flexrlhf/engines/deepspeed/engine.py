@@ -121,10 +121,11 @@ class DeepSpeedEngine(Lender):
     """
 
     def __init__(self, context: EngineContext) -> None:
-        assert context.alone is not None, "the plan has a group of one rank for every rank of a DeepSpeed model"
+        ranks = context.ranks
+        assert ranks.alone is not None, "the plan has a group of one rank for every rank of a DeepSpeed model"
         placed, self._settings = context.placed, context.placed.settings
         self.num_requests = 0
-        self._mpu = _Mpu(context.dp.group or context.alone, context.tp.group or context.alone)
+        self._mpu = _Mpu(ranks.dp.group or ranks.alone, ranks.tp.group or ranks.alone)
         self._device, self._await_device = context.device, context.await_device
         self._linear = torch.nn.functional.linear
         self._deepspeed = _import_deepspeed(context.device)
@@ -133,10 +134,10 @@ class DeepSpeedEngine(Lender):
         self.config = self._model.config
         head = skeleton.use_kernels(context)
         skeleton.checkpoint_layers(context)
-        self._tp, names = context.tp, TensorParallelNames()
-        if context.tp.group is not None:
+        self._tp, names = ranks.tp, TensorParallelNames()
+        if ranks.tp.group is not None:
             skeleton.replace_placeholders(lambda parameter: torch.empty(parameter.shape, device="meta"))
-            names = TensorParallelNames.apply(self._model, head, context.tp.group)
+            names = TensorParallelNames.apply(self._model, head, ranks.tp.group)
         self._allocate(skeleton, context.device)
         self._mark(names)
         self._split = names.split
@@ -172,8 +173,8 @@ class DeepSpeedEngine(Lender):
         defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
         assert len(defaults) == 1, "DeepSpeed 0.19.8 counts modules in the only default of this method"
         (modules,) = defaults
-        modules[0] = context.dp.largest(modules[0], context.device)
-        Init.param_id = context.dp.largest(Init.param_id, context.device)
+        modules[0] = context.ranks.dp.largest(modules[0], context.device)
+        Init.param_id = context.ranks.dp.largest(Init.param_id, context.device)
 
     def _allocate(self, skeleton: Skeleton, device: torch.device) -> None:
         """Give placeholders the type that DeepSpeed computes in, and read a model that is not partitioned."""

@@ -56,7 +56,7 @@ class MegatronEngine(Lender):
             import_module(MEGATRON.cpu_module).install()
         prepare_process(context.seed)
         placed, self._settings = context.placed, context.placed.settings
-        ranks = context.stages
+        ranks = context.ranks.stages
         assert ranks is not None, "an engine with stages has their groups"
         context.check_links()
         skeleton = Skeleton.of(context)
@@ -76,7 +76,7 @@ class MegatronEngine(Lender):
             module = DistributedDataParallel(
                 self._stage.config, gradient_config(self._settings), self._stage, pg_collection=groups
             )
-            world = ranks.model.group or context.alone
+            world = ranks.model.group or context.ranks.alone
             assert world is not None, "the plan has a group of one rank for every rank of a Megatron model"
             copies = placed.layout.cp
             self._update = StageUpdate(self._settings, module, groups, world, context.num_updates, copies)
@@ -91,7 +91,7 @@ class MegatronEngine(Lender):
             readout=Readout.of(context, self.config, self._stage.head),
             pass_settings=replace(laid_out, masks=False, multiple=multiple),
             groups=groups,
-            dp=context.dp,
+            dp=context.ranks.dp,
             stages=ranks.stages,
         )
         self._host_offload = HostOffload(context.device, context.copies)
@@ -232,15 +232,15 @@ def _read_masters(source: _Source, masters: Mapping[str, StateTensor]) -> None:
 
 def process_groups(context: EngineContext) -> ProcessGroupCollection:
     """Return the groups of this rank; a rank that is alone in one has a group of its own there."""
-    alone, ranks = context.alone, context.stages
-    assert ranks is not None, "an engine with stages has their groups"
+    ranks, alone, of_stages = context.ranks, context.ranks.alone, context.ranks.stages
+    assert of_stages is not None, "an engine with stages has their groups"
     assert alone is not None, "the plan has a group of one rank for every rank of a Megatron model"
 
     def group(of: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return alone if of is None else of
 
-    dp, tp, same_part = group(context.dp.group), group(context.tp.group), group(context.same_part.group)
-    stages, replica, ends = group(ranks.stages.group), group(ranks.replica.group), group(ranks.ends.group)
+    dp, tp, same_part = group(ranks.dp.group), group(ranks.tp.group), group(ranks.same_part.group)
+    stages, replica, ends = group(of_stages.stages.group), group(ranks.replica.group), group(of_stages.ends.group)
     return ProcessGroupCollection(
         tp=tp,
         pp=stages,
@@ -250,7 +250,7 @@ def process_groups(context: EngineContext) -> ProcessGroupCollection:
         dp=dp,
         dp_cp=same_part,
         intra_dp_cp=same_part,
-        intra_dist_opt=group(ranks.model.group),
+        intra_dist_opt=group(of_stages.model.group),
         # attention of parts of rows is ours
         cp=alone,
         tp_cp=tp,

@@ -15,7 +15,6 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.engines.base import (
     Batch,
     EngineContext,
-    ExpertRanks,
     Loss,
     MemoryUsage,
     Moments,
@@ -26,6 +25,7 @@ from flexrlhf.engines.base import (
 from flexrlhf.engines.experts import ExpertSplit
 from flexrlhf.engines.host_offload import HostOffload, Lender
 from flexrlhf.engines.language_head import LanguageHead
+from flexrlhf.engines.model_ranks import ExpertRanks, ModelRanks
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import local
@@ -45,7 +45,7 @@ class TorchEngine(Lender):
     """
 
     def __init__(self, context: EngineContext) -> None:
-        placed, settings = context.placed, context.placed.settings
+        placed, settings, ranks = context.placed, context.placed.settings, context.ranks
         self.num_requests = 0
         self._is_sharded = placed.split != "whole"
         skeleton = Skeleton.of(context)
@@ -57,7 +57,7 @@ class TorchEngine(Lender):
         if not self._is_sharded:
             self._masters = _cast(self._model, DTYPES[settings.dtype])
         self._await_device = context.await_device
-        self._shares_passes = placed.in_lockstep or context.cp is not None or context.tp.group is not None
+        self._shares_passes = placed.in_lockstep or ranks.cp is not None or ranks.tp.group is not None
         self._passes = make_passes(context, self._model, self._model, head, placed.in_lockstep)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
@@ -67,14 +67,14 @@ class TorchEngine(Lender):
 
     def _make_update(self, context: EngineContext, names: TensorParallelNames) -> Update:
         """Make the optimizer of the trained parameters, and hooks that add up 16-bit gradients in float32."""
-        settings = context.placed.settings
+        settings, ranks = context.placed.settings, context.ranks
         live = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         trained = [
             TrainedParameter(
                 self._masters.get(name, live[name]),
                 is_tp_shard=name in names.split,
                 is_partial=name in names.partial,
-                has_experts=context.experts is not None and ParameterName(name).is_of_experts,
+                has_experts=ranks.experts is not None and ParameterName(name).is_of_experts,
             )
             for name in sorted(live)
         ]
@@ -82,23 +82,23 @@ class TorchEngine(Lender):
             live[name].register_post_accumulate_grad_hook(_accumulate_into(master))
         return Update(
             settings.optimizer,
-            Gradients(trained, context.same_part, context.tp, self._copies(context), self._expert_copies(context)),
+            Gradients(trained, ranks.same_part, ranks.tp, self._copies(ranks), self._expert_copies(ranks)),
             context.num_updates,
             is_scaled=settings.dtype == "float16",
             changed=self._updated,
             await_device=context.await_device,
         )
 
-    def _copies(self, context: EngineContext) -> RankGroup | None:
+    def _copies(self, ranks: ModelRanks) -> RankGroup | None:
         """Ranks that store the same part of the model; None: this one alone."""
         if not self._is_sharded:
-            return context.same_part
-        return None if context.in_node is None else context.in_node.copies
+            return ranks.same_part
+        return None if ranks.in_node is None else ranks.in_node.copies
 
-    def _expert_copies(self, context: EngineContext) -> ExpertRanks | None:
+    def _expert_copies(self, ranks: ModelRanks) -> ExpertRanks | None:
         """Ranks with other experts and with the same ones, where gradients of experts have to be summed over these;
         None: FSDP2 sums them, or every rank has all experts."""
-        return None if self._is_sharded else context.experts
+        return None if self._is_sharded else ranks.experts
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         self.num_requests += len(batch)
@@ -225,12 +225,12 @@ def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext
 
     Trained parameters are float32 afterwards.
     """
-    placed, settings, model = context.placed, context.placed.settings, skeleton.model
+    placed, settings, ranks, model = context.placed, context.placed.settings, context.ranks, skeleton.model
     dtype = DTYPES[settings.dtype]
     skeleton.replace_placeholders(
         lambda p: torch.empty(p.shape, dtype=torch.float32 if p.requires_grad else dtype, device="meta")
     )
-    group, ep = context.tp.group, None if context.experts is None else context.experts.parts.group
+    group, ep = ranks.tp.group, None if ranks.experts is None else ranks.experts.parts.group
     of_experts = frozenset[str]() if group is ep is None else ExpertSplit(ep, group).apply(model, model.config)
     names = TensorParallelNames()
     if group is not None:

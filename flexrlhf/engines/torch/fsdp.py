@@ -35,13 +35,15 @@ def shard_mesh(context: EngineContext) -> DeviceMesh | None:
     Its axis has a name of its own: torch takes meshes of equal ranks and names for one, and caches plans for it, which
     would refer to groups of an earlier run that are destroyed.
     """
-    return _mesh((context.same_part if context.in_node is None else context.in_node.shards).group, context)
+    ranks = context.ranks
+    return _mesh((ranks.same_part if ranks.in_node is None else ranks.in_node.shards).group, context)
 
 
 def expert_mesh(context: EngineContext) -> DeviceMesh | None:
     """Return the mesh of the ranks that FSDP2 shards experts over, this one alone if no other has the same; None: they
     are sharded as other weights."""
-    return None if context.experts is None else _mesh(context.experts.same.group or context.alone, context)
+    ranks = context.ranks
+    return None if ranks.experts is None else _mesh(ranks.experts.same.group or ranks.alone, context)
 
 
 def _mesh(group: dist.ProcessGroup | None, context: EngineContext) -> DeviceMesh | None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import OptimizerSpec
-from flexrlhf.engines.base import ExpertRanks, Moments
+from flexrlhf.engines.base import Moments
+from flexrlhf.engines.model_ranks import ExpertRanks
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import (
     ScheduledOptimizer,

@@ -33,10 +33,10 @@ class VllmEngine(Engine):
 
     def __init__(self, context: EngineContext) -> None:
         rollout = context.placed.rollout
-        assert rollout is not None and context.stages is not None, f"{context.placed.name} is no rollout engine"
+        assert rollout is not None, f"{context.placed.name} is no rollout engine"
         self._context, self._lengths = context, context.lengths
         self._is_exact = rollout.noise == "exact"
-        self._restarts = Restarts(rollout.max_restarts, context.stages.replica.ranks[0])
+        self._restarts = Restarts(rollout.max_restarts, context.ranks.replica.ranks[0])
         self._vllm = self._started()
         self.config = self._vllm.config
         self._responses: dict[RequestKey, PartialResponse] = {}

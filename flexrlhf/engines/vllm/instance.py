@@ -146,7 +146,7 @@ class VllmInstance:
         stored = stored_adapters(placed.role, str(placed.settings.path))
         sizes = tuple((name, each.shape) for name, each in stored.items() if name in self.views)
         of_heads = model_sizes(self.config.to_dict())
-        for name, part in parts_of(placed, sizes, self._context.rank_in_run, of_heads).items():
+        for name, part in parts_of(placed, sizes, self._context.ranks.number, of_heads).items():
             values = torch.empty(part.num_elements)
             reader.read(stored[name], part, values)
             self.views[name].copy_(values.view(self.views[name].shape))
@@ -169,11 +169,9 @@ class VllmInstance:
         The watch of this rank ends it if a peer has ended or the time has passed: NCCL's communicators that vLLM makes
         by itself have no limit.
         """
-        stages = self._context.stages
-        assert stages is not None, "every engine of a run has its replica"
         if self._groups is None or self._groups.size == 1:
             return nullcontext()
-        return self._context.waits.on(stages.replica.ranks, seconds)
+        return self._context.waits.on(self._context.ranks.replica.ranks, seconds)
 
     def step(self) -> Any:
         """Generate a token of every request; return vLLM's outputs."""

@@ -37,9 +37,8 @@ class PrivateGroups:
     """
 
     def __init__(self, context: EngineContext) -> None:
-        assert context.stages is not None, "every engine of a run has its replica"
         context.check_links()
-        replica, device = context.stages.replica, context.device
+        replica, device = context.ranks.replica, context.device
         self.rank = 0 if replica.group is None else replica.group.rank()
         self.size = len(replica.ranks)
         # differs from earlier engines on this store; the ranks of the replica agree on it
