@@ -1,7 +1,7 @@
 """Bytes on a device for models and calls of any system, with pipelines and ZeRO.
 
-The formulas come from the package's ``memory`` (``PerParameter``, ``zero_split``, ``Blocks``), which counts a plan's
-bytes rank by rank; here a model is a ``Transformer`` and its split a ``Mesh``.
+The formulas come from the package's ``memory`` (``PerParameter``, ``Blocks``), which counts a plan's bytes rank by
+rank; here a model is a ``Transformer`` and its split a ``Mesh``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.guideline.costs.cost_model import Call, Mesh, Transformer
 from flexrlhf.guideline.costs.training import layer_products
 from flexrlhf.memory.activations import Blocks
-from flexrlhf.memory.states import PerParameter, zero_split
+from flexrlhf.memory.states import PerParameter
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.weights.decoder_sizes import Sizes
 
@@ -65,7 +65,7 @@ def frozen_bytes(model: Transformer, mesh: Mesh, item: int = 2) -> float:
 def trained_bytes(model: Transformer, mesh: Mesh, per: PerParameter, offload: bool = False) -> float:
     """Return the bytes of weights, gradients and optimizer of a trained model. ``offload``: gradients and optimizer are
     in host memory."""
-    shards, (split, *_) = mesh.tp * mesh.pp, zero_split(mesh.zero, mesh.dp)
+    shards, (split, *_) = mesh.tp * mesh.pp, per.zero_split(mesh.zero, mesh.dp)
     trained = PerParameter(per.weights, 0, 0) if offload else per
     frozen = (model.parameters - model.trained_parameters) / shards
     return trained.on_rank(model.trained_parameters / shards, mesh.zero, mesh.dp) + per.weights * frozen / split

@@ -89,10 +89,10 @@ if TYPE_CHECKING:
     from flexrlhf.launch.shared_directories import DirectoryFacts, look_for_probes, probed_directories
     from flexrlhf.launch.terms import Sides, Terms
     from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
-    from flexrlhf.memory.engine_bytes import EngineBytes, cast_bytes, tiled_gradients
+    from flexrlhf.memory.engine_bytes import EngineBytes
     from flexrlhf.memory.packed_rows import PackedPass, TextGroup, TextPacking, Unit
     from flexrlhf.memory.rank_memory import RankMemory
-    from flexrlhf.memory.states import PerParameter, State, Units, count_kinds, with_fused_layers, zero_split
+    from flexrlhf.memory.states import PerParameter, State, Units, with_fused_layers
     from flexrlhf.metrics import METRICS, Ends, Outcome, Triple
     from flexrlhf.operators.columns import Column, Lengths
     from flexrlhf.operators.graph import CallKind, Graph, Operator, OperatorKind, TrainPart

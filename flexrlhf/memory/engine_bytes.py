@@ -107,11 +107,22 @@ class EngineBytes:
 
     def new_gradients(self, model: PlacedModel, trained: Units) -> int:
         # the head sums its gradient in float32 and casts it; other tensors' are computed in their type, and then cast
-        tiled = tiled_gradients(model, trained)
+        tiled = self.tiled_gradients(model, trained)
         if model.split == "whole":
-            return max(cast_bytes(model) * trained.largest, tiled)
+            return max(self.cast_bytes(model) * trained.largest, tiled)
         sharded = model.item_bytes * trained.head + UNREDUCED_BYTES * trained.layer
-        return max(cast_bytes(model) * trained.head, sharded, tiled)
+        return max(self.cast_bytes(model) * trained.head, sharded, tiled)
+
+    @staticmethod
+    def tiled_gradients(model: PlacedModel, trained: Units) -> int:
+        """Return the bytes of the gradients of an MLP in tiles, which sums those of all of its tensors in float32."""
+        return (4 + model.item_bytes) * trained.mlp if model.settings.tiled_mlp else 0
+
+    @staticmethod
+    def cast_bytes(model: PlacedModel) -> int:
+        """Return the bytes of a gradient in float32 and, in 16 bits, in its own type."""
+        item = model.item_bytes
+        return 4 + (item if item < 4 else 0)
 
     def update(self, model: PlacedModel, trained: Units) -> int:
         """Return the bytes of an update. On CUDA torch updates all tensors at once, with a float32 number more for
@@ -129,17 +140,6 @@ class EngineBytes:
             return 0
         most, largest = (-(-4 * elements // model.num_shards) for elements in (trained.total, trained.largest))
         return max(min(GRADIENT_BUCKET_BYTES, most), largest)
-
-
-def tiled_gradients(model: PlacedModel, trained: Units) -> int:
-    """Return the bytes of the gradients of an MLP in tiles, which sums those of all of its tensors in float32."""
-    return (4 + model.item_bytes) * trained.mlp if model.settings.tiled_mlp else 0
-
-
-def cast_bytes(model: PlacedModel) -> int:
-    """Return the bytes of a gradient in float32 and, in 16 bits, in its own type."""
-    item = model.item_bytes
-    return 4 + (item if item < 4 else 0)
 
 
 @cache

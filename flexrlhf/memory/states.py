@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -17,14 +17,6 @@ from flexrlhf.weights.parameters import HashedParameters, ParameterName, Paramet
 from flexrlhf.weights.shards import elements_on_rank, fsdp_dim, parts_of
 
 
-def zero_split(stage: int, num_ranks: int) -> tuple[int, int, int]:
-    """Return the ranks over which a ZeRO stage splits weights (stage 3), gradients (from 2 on) and optimizer (from 1).
-
-    Rajbhandari et al. 2020, sec. 5.
-    """
-    return (num_ranks if stage == 3 else 1, num_ranks if stage >= 2 else 1, num_ranks if stage >= 1 else 1)
-
-
 @dataclass(frozen=True)
 class PerParameter:
     """Bytes per parameter before any split. ``optimizer``: state and float32 master weights (K of the ZeRO paper)."""
@@ -33,9 +25,17 @@ class PerParameter:
     gradients: int
     optimizer: int
 
+    @staticmethod
+    def zero_split(stage: int, num_ranks: int) -> tuple[int, int, int]:
+        """Return the ranks over which a ZeRO stage splits weights (3), gradients (from 2 on) and optimizer (from 1).
+
+        Rajbhandari et al. 2020, sec. 5.
+        """
+        return (num_ranks if stage == 3 else 1, num_ranks if stage >= 2 else 1, num_ranks if stage >= 1 else 1)
+
     def on_rank(self, num_parameters: float, stage: int = 0, num_ranks: int = 1) -> float:
         """Return the bytes on each rank of a ZeRO stage (figure 1 and table 1 of the ZeRO paper)."""
-        weights, gradients, optimizer = zero_split(stage, num_ranks)
+        weights, gradients, optimizer = self.zero_split(stage, num_ranks)
         return num_parameters * (self.weights / weights + self.gradients / gradients + self.optimizer / optimizer)
 
 
@@ -124,12 +124,6 @@ def as_gathered(model: PlacedModel) -> PlacedModel:
 def sliced_elements(model: PlacedModel, parameters: Parameters, rank: int) -> int:
     """Return the elements of ``parameters`` that ``rank`` computes with."""
     return elements_on_rank(as_gathered(model), parameters, rank)
-
-
-@lru_cache(maxsize=256)
-def count_kinds(parameters: Parameters) -> Counter[tuple[str, tuple[int, ...]]]:
-    """Count parameters that are split alike: layers repeat, and a split depends on shape and the end of a name."""
-    return Counter((ParameterName(name).last_words, size) for name, size in parameters)
 
 
 def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:

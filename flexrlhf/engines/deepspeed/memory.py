@@ -19,11 +19,8 @@ from flexrlhf.api import (
     PlacedModel,
     State,
     Units,
-    cast_bytes,
     count_elements,
     parts_of,
-    tiled_gradients,
-    zero_split,
 )
 from flexrlhf.engines.deepspeed.config import ELEMENTS
 
@@ -45,7 +42,7 @@ class DeepSpeedBytes(EngineBytes):
     def trained_state(self, model: PlacedModel, shape: ModelShape, rank: int) -> State:
         settings, stage = model.settings, model.settings.zero
         per, shape = self.per_parameter(model), _slices(model, shape, rank)
-        weights, gradients, optimizer = zero_split(stage, model.layout.of_weights.dp)
+        weights, gradients, optimizer = per.zero_split(stage, model.layout.of_weights.dp)
         state = State(
             weights=per.weights * _elements(shape.parameters, stage, weights),
             gradients=per.gradients * _elements(shape.with_gradients, stage, gradients),
@@ -92,8 +89,8 @@ class DeepSpeedBytes(EngineBytes):
         bucket = _setting(settings, "reduce_bucket_size")
         # a tensor larger than the bucket goes by itself
         filled = min(trained.total, max(bucket, trained.largest))
-        tiled = tiled_gradients(model, trained)
-        single = max(cast_bytes(model) * trained.largest, tiled)
+        tiled = self.tiled_gradients(model, trained)
+        single = max(self.cast_bytes(model) * trained.largest, tiled)
         if settings.zero == 0:
             return single
         if _is_bf16_optimizer(settings):

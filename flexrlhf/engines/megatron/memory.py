@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from functools import lru_cache
 
 from flexrlhf.api import (
     EngineBytes,
     ModelShape,
+    ParameterName,
     Parameters,
     PlacedModel,
     State,
     Units,
-    count_kinds,
     elements_on_rank,
     with_fused_layers,
 )
@@ -52,7 +54,13 @@ def megatron_buffer(model: PlacedModel, trained: Parameters, rank: int) -> int:
     """Return the elements of a buffer of Megatron's distributed optimizer, which replicas share equally."""
     starts = sum(
         count * -(-elements_on_rank(model, (kind,), rank) // ALIGNMENT) * ALIGNMENT
-        for kind, count in count_kinds(with_fused_layers(trained)).items()
+        for kind, count in _count_kinds(with_fused_layers(trained)).items()
     )
     multiple = math.lcm(model.layout.of_weights.dp, BUFFER_MULTIPLE)
     return -(-starts // multiple) * multiple
+
+
+@lru_cache(maxsize=256)
+def _count_kinds(parameters: Parameters) -> Counter[tuple[str, tuple[int, ...]]]:
+    """Count parameters that are split alike: layers repeat, and a split depends on shape and the end of a name."""
+    return Counter((ParameterName(name).last_words, size) for name, size in parameters)
