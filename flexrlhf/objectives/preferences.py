@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, PreferenceSpec, SimpoSpec
+from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, PreferenceSpec, SimpoSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.losses import pairs_of
@@ -58,7 +58,7 @@ def simpo_loss(spec: SimpoSpec) -> Loss:
     return Loss("logprobs", function, PAIR_STATISTICS)
 
 
-def orpo_loss(spec: OrpoSpec) -> Loss:
+def orpo_loss(spec: PreferenceSpec) -> Loss:
     """Return the loss of ORPO, mean over pairs: NLL of the chosen response and odds ratio (Hong et al. 2024, eq. 6)."""
 
     def function(outputs: Outputs, batch: Batch, totals: Totals) -> tuple[Tensor, Moments]:
@@ -89,10 +89,8 @@ def implicit_rewards(spec: PreferenceSpec, logprobs: Tensor, batch: Batch) -> Te
 
     SimPO and ORPO have no reference; their rewards are of mean log-probs (Meng et al. 2024, eq. 4).
     """
-    if isinstance(spec, SimpoSpec | OrpoSpec):
-        return spec.beta * of_responses(logprobs, batch.mask, is_mean=True)
-    is_mean = isinstance(spec, DpoSpec) and spec.length_normalised
-    return spec.beta * of_responses(logprobs - batch["ref_logprobs"], batch.mask, is_mean)
+    compared = logprobs - batch["ref_logprobs"] if spec.HAS_REFERENCE else logprobs
+    return spec.beta * of_responses(compared, batch.mask, spec.averages_tokens)
 
 
 def of_responses(per_token: Tensor, mask: Tensor, is_mean: bool) -> Tensor:

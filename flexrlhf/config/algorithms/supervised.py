@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -74,6 +74,13 @@ class PreferenceSpec(AlgorithmSpec):
         description="factor of the implicit rewards; simpo: of the mean log-probs; orpo: of the odds-ratio loss, "
         "lambda of the paper",
     )
+    HAS_REFERENCE: ClassVar[bool] = True
+    """Whether implicit rewards are log-ratios to a reference model; else they are of log-probs."""
+
+    @property
+    def averages_tokens(self) -> bool:
+        """Whether the implicit reward of a response is a mean over its tokens, not a sum."""
+        return not self.HAS_REFERENCE
 
 
 class DpoSpec(PreferenceSpec):
@@ -103,6 +110,10 @@ class DpoSpec(PreferenceSpec):
             raise ValueError("loss: robust needs label_smoothing, the share of wrong labels; use 0.1, or loss: sigmoid")
         return self
 
+    @property
+    def averages_tokens(self) -> bool:
+        return self.length_normalised
+
     def step_graph(self) -> Graph:
         reads = (*READ, "ref_logprobs")
         train = Operator("train_actor", "train", "actor", reads, function="preference_loss", barrier=self.epochs > 1)
@@ -121,6 +132,7 @@ class SimpoSpec(PreferenceSpec):
     -log sigmoid(beta (m_chosen - m_rejected) - gamma), with m the mean log-prob of a response's tokens.
     """
 
+    HAS_REFERENCE: ClassVar[bool] = False
     name: Literal["simpo"] = "simpo"
     beta: float = Field(2.0, gt=0)
     gamma: float = Field(1.0, ge=0, description="margin by which the chosen response is to be better")
@@ -136,6 +148,7 @@ class OrpoSpec(PreferenceSpec):
     P = exp(mean log-prob of a response's tokens) and odds = P / (1 - P).
     """
 
+    HAS_REFERENCE: ClassVar[bool] = False
     name: Literal["orpo"] = "orpo"
 
     def step_graph(self) -> Graph:
