@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.config.algorithms.ppo import PpoSpec, SafeRlhfSpec
-from flexrlhf.config.algorithms.reinforce import ReinforceSpec, RemaxSpec, ReturnsSpec
+from flexrlhf.config.algorithms.reinforce import ReinforceSpec, ReturnsSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.context import Columns, CombineContext, Reducer
@@ -162,7 +162,7 @@ def reinforce_advantages(spec: ReinforceSpec, batch: Batch, context: CombineCont
     return {**columns, "outcome": shaped.outcomes}, {**shaped.statistics, **kl, **statistics}
 
 
-def remax_advantages(spec: RemaxSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
+def remax_advantages(spec: ReturnsSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
     """Return loss_mask and advantages (n, R) of ReMax (Li et al. 2023, eq. 5).
 
     They are returns less the score of the greedy response (columns with the suffix ``.greedy``), shaped by the same

@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexrlhf.config.algorithms.base import LossAggregation
+from flexrlhf.config.algorithms.base import AlgorithmSpec, LossAggregation
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.ppo import AcShareSpec, PpoSpec
-from flexrlhf.config.algorithms.supervised import RewardSpec, SftSpec
+from flexrlhf.config.algorithms.supervised import SftSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals, moments
 from flexrlhf.objectives.kl_penalty import kl_estimate, measured_kl
 from flexrlhf.objectives.surrogates import clamped_log_ratio, surrogate_losses, used_ratio
@@ -69,7 +69,7 @@ def ptx_loss(spec: PolicySpec) -> Loss:
     return Loss("logprobs", function, ("ptx_nll",), temperature=1.0)
 
 
-def pair_loss(_: RewardSpec) -> Loss:
+def pair_loss(_: AlgorithmSpec) -> Loss:
     """Return the reward model's loss: -log sigmoid(chosen - rejected), mean over pairs (Ouyang et al. 2022, eq. 1)."""
 
     def function(outputs: Outputs, _: Batch, totals: Totals) -> tuple[Tensor, Moments]:

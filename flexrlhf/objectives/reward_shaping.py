@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from flexrlhf.config.algorithms.policy import PolicySpec
-from flexrlhf.config.algorithms.policy_sections import TruncationPenalty
 from flexrlhf.config.reward_sources import ModelSource, Sources
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
@@ -119,7 +118,7 @@ def _length_penalised(spec: PolicySpec, batch: Batch, scores: Tensor, truncated:
 
     Overlong: linear over the last ``buffer_tokens`` before R (DAPO, Yu et al. 2025, eq. 13).
     """
-    if isinstance(spec.truncation, TruncationPenalty):
+    if not isinstance(spec.truncation, str):
         scores = scores - spec.truncation.penalty * truncated
     if spec.overlong is not None:
         mask = batch["response_mask"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexrlhf.config.algorithms.base import ImportanceSpec, RejectionSpec
+from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Moments, Outputs, moments
 from flexrlhf.engines.sampling import place_hash, shift_right, splitmix
@@ -197,7 +197,8 @@ def rejection(spec: PolicySpec, batch: Batch, context: CombineContext) -> tuple[
     assert settings is not None, "only graphs of importance sampling call it"
     statistics = {}
     if settings.reject is not None:
-        is_kept = _is_in_bounds(settings.reject, batch)
+        ratio = _rejected_ratio(settings.reject.level, batch)
+        is_kept = (ratio >= settings.reject.lower) & (ratio <= settings.reject.upper)
         statistics["importance_rejected"] = moments((~is_kept).float(), batch.sampled_mask)
         kept = kept * is_kept
     if settings.max_staleness is not None and "policy_version" in batch.columns:
@@ -207,16 +208,15 @@ def rejection(spec: PolicySpec, batch: Batch, context: CombineContext) -> tuple[
     return {"kept_mask": kept}, statistics
 
 
-def _is_in_bounds(settings: RejectionSpec, batch: Batch) -> Tensor:
-    """Return bool (n, R): whether the ratio of the token, or of its response, is within the bounds."""
+def _rejected_ratio(level: str, batch: Batch) -> Tensor:
+    """Return the ratio (n, R) that rejection bounds: of each token, or of its response."""
     mask = batch.sampled_mask.float()
     log_ratio = (batch["logprobs"] - batch["rollout_logprobs"]) * mask
-    if settings.level != "token":
+    if level != "token":
         log_ratio = log_ratio.sum(1, keepdim=True)
-    if settings.level == "geometric":
+    if level == "geometric":
         log_ratio = log_ratio / mask.sum(1, keepdim=True).clamp(min=1)
-    ratio = log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
-    return ((ratio >= settings.lower) & (ratio <= settings.upper)).expand_as(mask)
+    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp().expand_as(mask)
 
 
 def staleness(batch: Batch, context: CombineContext) -> Moments:
