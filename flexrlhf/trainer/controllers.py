@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.policy_sections import KlSpec
-from flexrlhf.config.algorithms.ppo import LagrangeSpec, SafeRlhfSpec
+from flexrlhf.config.algorithms.ppo import SafeRlhfSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import FAILED_IN_A_ROW, METRICS, Triple
 from flexrlhf.operators.graph import TAKE_PROMPTS, Operator
@@ -118,7 +118,7 @@ def next_state(spec: PolicySpec, state: ControllerState, statistics: Mapping[str
     if "shaped_score" in statistics:
         fresh |= _with_scores(state, statistics["shaped_score"])
     if isinstance(spec, SafeRlhfSpec):
-        fresh["lagrange"] = _ascended_multiplier(spec.lagrange, state["lagrange"], statistics["cost"])
+        fresh["lagrange"] = _ascended_multiplier(spec, state["lagrange"], statistics["cost"])
     if _has_rows(statistics):
         fresh["failed_steps"] = 0.0 if _has_scores(statistics) else state["failed_steps"] + 1
     return fresh
@@ -143,16 +143,16 @@ def _adapted_coefficient(spec: KlSpec, coefficient: float, measured: Triple) -> 
     return coefficient * (1 + error * num_responses / spec.horizon)
 
 
-def _ascended_multiplier(spec: LagrangeSpec, multiplier: float, costs: Triple) -> float:
+def _ascended_multiplier(spec: SafeRlhfSpec, multiplier: float, costs: Triple) -> float:
     """Make a step of gradient ascent on the logarithm of the multiplier (Dai et al. 2024).
 
     The logarithm is bounded, so exp() stays finite with any learning rate.
     """
-    num_responses, total, _ = costs
+    settings, (num_responses, total, _) = spec.lagrange, costs
     if not num_responses:
         return multiplier
-    logarithm = math.log(multiplier) + spec.learning_rate * multiplier * (total / num_responses - spec.limit)
-    largest = GREATEST_LOGARITHM if spec.maximum is None else math.log(spec.maximum)
+    logarithm = math.log(multiplier) + settings.learning_rate * multiplier * (total / num_responses - settings.limit)
+    largest = GREATEST_LOGARITHM if settings.maximum is None else math.log(settings.maximum)
     return math.exp(max(min(logarithm, largest), LEAST_LOGARITHM))
 
 

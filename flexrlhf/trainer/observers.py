@@ -30,7 +30,7 @@ def make_observers(
         # responses of another run replace this one's before anything is read of them
         *([Replay(debug.replay)] if debug.replay is not None else []),
         # a report contains samples and outcomes; controllers follow from the statistics that it sums over ranks
-        Samples(spec.samples, spec.steps, ResponseTexts(rank.decode, rank.text, rank.read_reply)),
+        Samples(spec, ResponseTexts(rank.decode, rank.text, rank.read_reply)),
         ledger,
         results.recorder,
         controllers,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.config.output_settings import SamplesSpec
+from flexrlhf.config.spec import Spec
 from flexrlhf.data.turn_tokens import ReadReply
 from flexrlhf.operators.columns import Column
 from flexrlhf.placement.layout import BatchShape
@@ -90,9 +90,9 @@ class ResponseTexts:
 class Samples(Observer):
     """Collector of the samples that operators write, of some steps and of each evaluation."""
 
-    def __init__(self, settings: SamplesSpec, steps: int, texts: ResponseTexts) -> None:
-        """``steps``: of the run, of which the last one has samples in any case."""
-        self._settings, self._last_step, self._texts = settings, steps - 1, texts
+    def __init__(self, spec: Spec, texts: ResponseTexts) -> None:
+        # the last step has samples in any case
+        self._settings, self._last_step, self._texts = spec.samples, spec.steps - 1, texts
 
     def computed(self, execution: Execution) -> None:
         """Collect the columns that the operator has written of the sampled rows."""

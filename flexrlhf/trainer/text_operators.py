@@ -24,7 +24,7 @@ from flexrlhf.operators.columns import Column, plain
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
-from flexrlhf.rewards.base import Sample, Scores
+from flexrlhf.rewards.base import Sample
 from flexrlhf.rewards.scorer import Scorer
 from flexrlhf.trainer.episode_rows import parts_of
 from flexrlhf.trainer.loaded_models import LoadedModel
@@ -93,7 +93,7 @@ class ExternalScorers:
             if plain(name) == "scores":
                 column[:] = torch.tensor(scores.totals, dtype=torch.float32)
             elif plain(name) == "token_scores":
-                _fill(column, mask, scores)
+                _fill(column, mask, scores.tokens or [])
             elif model in self._separators.get(section, {}):
                 _mark(column, mask, [each.step_ends(self._separators[section][model]) for each in samples])
             else:
@@ -181,11 +181,11 @@ def _mark(column: Tensor, mask: Tensor, ends: Sequence[set[int]]) -> None:
         column[row, positions[sorted(places)]] = 1.0
 
 
-def _fill(tokens: Tensor, mask: Tensor, scores: Scores) -> None:
+def _fill(column: Tensor, mask: Tensor, tokens: Sequence[Sequence[float]]) -> None:
     """Write token scores to the places of the mask; a response without scores gets NaN there."""
-    for row, values in enumerate(scores.tokens or []):
+    for row, values in enumerate(tokens):
         places = mask[row].cpu()
-        tokens[row, places] = torch.tensor(values, dtype=torch.float32) if values else float("nan")
+        column[row, places] = torch.tensor(values, dtype=torch.float32) if values else float("nan")
 
 
 def make_text_encoders(plan: Plan, models: Mapping[ModelName, LoadedModel]) -> dict[str, TextEncoder]:
