@@ -28,13 +28,13 @@ if TYPE_CHECKING:
         TrainingState,
         add_moments,
     )
-    from flexrlhf.engines.context_parallel import own_part
     from flexrlhf.engines.experts import ExpertSplit, has_experts
     from flexrlhf.engines.host_offload import HostOffload, Lender, storage_bytes
     from flexrlhf.engines.language_head import LanguageHead
+    from flexrlhf.engines.loss_passes import LossPasses
     from flexrlhf.engines.micro_batch import MicroBatch
     from flexrlhf.engines.models import DTYPES, load_model
-    from flexrlhf.engines.non_finite import NonFinite, NonFiniteStep, TrainingPass
+    from flexrlhf.engines.non_finite import NonFiniteStep
     from flexrlhf.engines.optimizers import ScheduledOptimizer
     from flexrlhf.engines.pass_settings import PassSettings
     from flexrlhf.engines.passes import make_passes

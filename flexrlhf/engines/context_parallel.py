@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from flexrlhf.engines.attention import PassAttention, SharedAttention, attend
-from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.ring_attention import ReachedSpans, arrivals, ring_attention
 from flexrlhf.engines.row_split import RowSplit
 
@@ -34,17 +33,6 @@ def shared_attention(whole: PassAttention, split: RowSplit, width: int) -> Share
         return Ring(arrivals(whole.parts, split, width), split)
     assert split.ranks.group is not None, "context-parallel ranks are several"
     return Ulysses(whole, split.ranks.group)
-
-
-def own_part(piece: MicroBatch, split: RowSplit | None) -> tuple[Tensor, Tensor, SharedAttention]:
-    """Return the tokens (m, w) and positions (m, w) of a pass that this rank computes, and their attention."""
-    assert piece.attended is not None, "rows attend by the lengths of sequences"
-    if piece.part is None:
-        return piece.tokens, piece.position_ids, piece.attended
-    assert split is not None, "parts are of rows that are split"
-    columns = piece.part.columns
-    attended = shared_attention(piece.attended, split, piece.width)
-    return piece.tokens[:, columns], piece.position_ids[:, columns], attended
 
 
 @dataclass(frozen=True)

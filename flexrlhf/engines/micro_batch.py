@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexrlhf.engines.attended_spans import TokenSpan, copied_to
-from flexrlhf.engines.attention import PassAttention
+from flexrlhf.engines.attention import PassAttention, SharedAttention
 from flexrlhf.engines.base import Batch
 from flexrlhf.engines.batch_texts import BatchTexts, PassUnit
+from flexrlhf.engines.context_parallel import shared_attention
 from flexrlhf.engines.pass_settings import PassSettings
-from flexrlhf.engines.row_split import RowPart
+from flexrlhf.engines.row_split import RowPart, RowSplit
 from flexrlhf.memory.packed_rows import (
     PackedPass,
     Place,
@@ -95,6 +96,15 @@ class MicroBatch:
         batch = Batch({"tokens": tokens, "attention_mask": mask}, rows, 1)
         (piece,) = cls.split(batch, settings)
         return replace(piece, idle=True)
+
+    def own_part(self, split: RowSplit | None) -> tuple[Tensor, Tensor, SharedAttention]:
+        """Return the tokens (m, w) and positions (m, w) of the pass that this rank computes, and their attention."""
+        assert self.attended is not None, "rows attend by the lengths of sequences"
+        if self.part is None:
+            return self.tokens, self.position_ids, self.attended
+        assert split is not None, "parts are of rows that are split"
+        columns, attended = self.part.columns, shared_attention(self.attended, split, self.width)
+        return self.tokens[:, columns], self.position_ids[:, columns], attended
 
     @property
     def width(self) -> int:

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel, masking_utils
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Sampling, Totals, add_moments
-from flexrlhf.engines.context_parallel import own_part
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead
+from flexrlhf.engines.loss_passes import LossPasses
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.models import recomputing, starting_weights
-from flexrlhf.engines.non_finite import NonFinite, TrainingPass
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.readout import Computed, PassRequest, Readout
 from flexrlhf.engines.router_biases import router_biases
@@ -29,7 +28,7 @@ from flexrlhf.operators.columns import Column
 
 
 @dataclass
-class Passes:
+class Passes(LossPasses):
     """Passes of one model, micro-batch by micro-batch.
 
     model:          the model.
@@ -95,7 +94,7 @@ class Passes:
         request = PassRequest.of(columns)
         with nullcontext() if adapters else starting_weights(self.model):
             pieces = []
-            for piece in self._micro_batches(batch):
+            for piece in self.micro_batches(batch):
                 with self._replaying(piece):
                     pieces.append((piece, self._compute(piece, request)))
         return self.readout.columns(pieces, columns, batch.rows.device)
@@ -114,7 +113,7 @@ class Passes:
             self.routers.clear()
         counted = []
         for batch, loss in parts:
-            pieces = self._micro_batches(batch)
+            pieces = self.micro_batches(batch)
             counted.append((loss, Totals.of(batch, self.dp), self._router_totals(loss, pieces), pieces))
         work = [(loss, totals, of_routers, piece) for loss, totals, of_routers, pieces in counted for piece in pieces]
         for number, (loss, totals, of_routers, piece) in enumerate(work):
@@ -171,36 +170,29 @@ class Passes:
         return self.readout.loss(loss, Totals(1, 1, 1), piece, computed)[0]
 
     @torch.no_grad()
-    def first_non_finite(self, parts: Sequence[tuple[Batch, Loss]]) -> NonFinite | None:
-        """Return the first row with a number that is not finite, over all data-parallel ranks, which call this alike.
-
-        Computes the micro-batches of ``parts`` once more, without gradients.
-        """
-        return NonFinite.first_of(self._training_passes(parts), parts, self.dp)
-
-    @torch.no_grad()
     def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
-        """Compute the losses, each of its own mini-batch, as ``Engine.losses``."""
+        """Compute the losses, each of its own mini-batch, and those of the routers."""
         if self.routers is not None:
             self.routers.clear()
-        statistics = TrainingPass.losses_of(self._training_passes(parts), parts, self.dp)
+        statistics = super().losses(parts)
         if self.routers is not None and self.routers.losses is not None:
             found = self.routers.losses.statistics(self._over_all_rows, self.dp.is_first, self.model.device)
             statistics |= found
             statistics["total_loss"][1] += self.routers.losses.weighted(found)
         return statistics
 
-    def _training_passes(self, parts: Sequence[tuple[Batch, Loss]]) -> Iterator[TrainingPass]:
-        for part, (batch, loss) in enumerate(parts):
-            totals, request = Totals.of(batch, self.dp), PassRequest.without_gradient(loss)
-            pieces = self._micro_batches(batch)
-            of_routers = self._router_totals(loss, pieces)
-            for number, piece in enumerate(pieces):
-                with self._training(piece):
-                    computed = self._compute(piece, request)
-                    self._router_loss(of_routers)
-                if not piece.idle:
-                    yield TrainingPass(part, number, piece.batch, loss.outputs(computed), totals)
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        pieces = list(MicroBatch.split(batch, self.pass_settings))
+        num_idle = self._num_passes(len(pieces)) - len(pieces)
+        return pieces + [MicroBatch.one_idle(self.pass_settings, batch.rows.device)] * num_idle if num_idle else pieces
+
+    def evaluated(self, pieces: Sequence[MicroBatch], loss: Loss) -> Iterator[tuple[MicroBatch, Computed]]:
+        request, of_routers = PassRequest.without_gradient(loss), self._router_totals(loss, pieces)
+        for piece in pieces:
+            with self._training(piece):
+                computed = self._compute(piece, request)
+                self._router_loss(of_routers)
+            yield piece, computed
 
     def _replaying(self, piece: MicroBatch) -> AbstractContextManager[None]:
         return nullcontext() if self.routers is None else self.routers.replaying(piece)
@@ -212,12 +204,6 @@ class Passes:
 
     def _training(self, piece: MicroBatch) -> AbstractContextManager[None]:
         return nullcontext() if self.routers is None else self.routers.training(piece)
-
-    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        """Split ``batch``, with idle micro-batches up to the number of passes."""
-        pieces = list(MicroBatch.split(batch, self.pass_settings))
-        num_idle = self._num_passes(len(pieces)) - len(pieces)
-        return pieces + [MicroBatch.one_idle(self.pass_settings, batch.rows.device)] * num_idle if num_idle else pieces
 
     def _num_passes(self, count: int) -> int:
         """Return ``count``, or in lockstep the largest count of all its ranks."""
@@ -248,7 +234,7 @@ class Passes:
     def _call(self, piece: MicroBatch, **arguments: Any) -> Any:
         if piece.part is not None:
             with no_search_for_texts():
-                tokens, positions, attended = own_part(piece, self.pass_settings.split)
+                tokens, positions, attended = piece.own_part(self.pass_settings.split)
                 return self.call(
                     input_ids=tokens, attention_mask=None, position_ids=positions, attended=attended, **arguments
                 )

@@ -25,17 +25,15 @@ from flexrlhf.api.engine import (
     Batch,
     Computed,
     Loss,
+    LossPasses,
     MicroBatch,
     Moments,
-    NonFinite,
     PassRequest,
     PassSettings,
     RankGroup,
     Readout,
     Totals,
-    TrainingPass,
     add_moments,
-    own_part,
 )
 
 
@@ -69,7 +67,7 @@ class _Pipeline(P2PCommunicator):
 
 
 @dataclass(frozen=True)
-class StagePasses:
+class StagePasses(LossPasses):
     """Passes of a model of which this rank has one stage. All ranks of a replica call alike, with the same rows.
 
     module:         the stage of this rank, or the module around it that collects gradients.
@@ -91,7 +89,7 @@ class StagePasses:
     def forward(self, batch: Batch, columns: Sequence[Column]) -> dict[str, Tensor]:
         """Compute ``columns`` (n, ...) of every row, as ``Engine.forward``, on every rank of the replica."""
         request = PassRequest.of(columns)
-        pieces = list(MicroBatch.split(batch, self.pass_settings))
+        pieces = self.micro_batches(batch)
         computed = self._outputs([_Work(piece, request) for piece in pieces])
         return self.readout.columns(list(zip(pieces, computed, strict=True)), columns, batch.rows.device)
 
@@ -103,7 +101,7 @@ class StagePasses:
             _Work(piece, self.readout.request_for(loss), loss, totals)
             for batch, loss in parts
             for totals in (Totals.of(batch, self.dp),)
-            for piece in MicroBatch.split(batch, self.pass_settings)
+            for piece in self.micro_batches(batch)
         ]
         if not work:
             batch, loss = parts[0]
@@ -115,23 +113,12 @@ class StagePasses:
         summed = self.stages.sum(torch.stack([empty, *statistics.values()]))
         return dict(zip(statistics, summed[1:], strict=True))
 
-    @torch.no_grad()
-    def first_non_finite(self, parts: Sequence[tuple[Batch, Loss]]) -> NonFinite | None:
-        """Return the first row with a number that is not finite, over all data-parallel ranks, which call alike."""
-        return NonFinite.first_of(self._training_passes(parts), parts, self.dp)
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        return list(MicroBatch.split(batch, self.pass_settings))
 
-    @torch.no_grad()
-    def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
-        """Compute the losses, each of its own mini-batch, as ``Engine.losses``."""
-        return TrainingPass.losses_of(self._training_passes(parts), parts, self.dp)
-
-    def _training_passes(self, parts: Sequence[tuple[Batch, Loss]]) -> Iterator[TrainingPass]:
-        for part, (batch, loss) in enumerate(parts):
-            totals, request = Totals.of(batch, self.dp), PassRequest.without_gradient(loss)
-            pieces = list(MicroBatch.split(batch, self.pass_settings))
-            outputs = self._outputs([_Work(piece, request) for piece in pieces])
-            for number, (piece, computed) in enumerate(zip(pieces, outputs, strict=True)):
-                yield TrainingPass(part, number, piece.batch, loss.outputs(computed), totals)
+    def evaluated(self, pieces: Sequence[MicroBatch], loss: Loss) -> Iterator[tuple[MicroBatch, Computed]]:
+        request = PassRequest.without_gradient(loss)
+        return zip(pieces, self._outputs([_Work(piece, request) for piece in pieces]), strict=True)
 
     def _outputs(self, work: Sequence[_Work]) -> list[Computed]:
         """Return what is computed of each micro-batch, on every rank of the replica, without gradients."""
@@ -179,7 +166,7 @@ class StagePasses:
         """Compute the stage of the next micro-batch; return its output, and what the last stage makes of that."""
         each = next(work)
         with self.readout.scoring(each.piece, each.request):
-            output = module(*own_part(each.piece, self.pass_settings.split))
+            output = module(*each.piece.own_part(self.pass_settings.split))
         return output, partial(self._computed if each.loss is None else self._loss, each)
 
     def _computed(self, work: _Work, output: Tensor, non_loss_data: bool) -> Computed:
