@@ -50,6 +50,11 @@ def place_hash(seed: int, step: int | Tensor, rows: Tensor, positions: int | Ten
     return key
 
 
+def place_numbers(seed: int, step: int, rows: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """Return a random number of 32 bits, int64, for each place. ``purpose``: sets them apart from those of samples."""
+    return shift_right(splitmix(place_hash(seed, step, rows, positions) ^ purpose), 32)
+
+
 def gumbel_noise(
     seed: int, step: int | Tensor, rows: Tensor, position: int | Tensor, vocabulary: int, has_kernel: bool = True
 ) -> Tensor:

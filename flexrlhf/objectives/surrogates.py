@@ -12,7 +12,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Moments, Outputs, moments
-from flexrlhf.engines.sampling import place_hash, shift_right, splitmix
+from flexrlhf.engines.sampling import place_numbers
 from flexrlhf.metrics import METRICS
 from flexrlhf.objectives.context import Columns, CombineContext, Reducer
 from flexrlhf.objectives.kl_penalty import LOG_RATIO_CLAMP
@@ -139,7 +139,7 @@ def _ranked(spec: PolicySpec, covariances: Tensor, batch: Batch, context: Combin
     rows, counts = batch.rows[:, None].expand(-1, len(positions)), batch.mask.bool()
     if spec.surrogate == "clip-cov":
         counts = counts & (covariances > spec.covariance.lower) & (covariances < spec.covariance.upper)
-        order = shift_right(splitmix(place_hash(context.seed, context.step, rows, positions) ^ PURPOSE), 32)
+        order = place_numbers(context.seed, context.step, rows, positions, PURPOSE)
     else:
         order = _order(covariances)
     return (order << 31) + rows * len(positions) + positions, counts
