@@ -29,7 +29,7 @@ from flexrlhf.config.spec import SyncSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.sync_plan import RankBucket, SyncPlan
-from flexrlhf.weights.transfer_plan import Region, Regions, WeightMessage, count
+from flexrlhf.weights.transfer_plan import Region, Regions, count
 
 
 class ChecksumError(RunStopped):
@@ -175,8 +175,8 @@ class _Exchange:
         self._sent_sums: dict[int, list[Tensor]] = defaultdict(list)
         self._stored_sums: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
         self._num_bytes = 0
-        self._most_sent = max((_size(bucket.sends) for bucket in self._plan.buckets), default=0)
-        self._most_received = max((_size(bucket.receives) for bucket in self._plan.buckets), default=0)
+        self._most_sent = max((bucket.num_sent for bucket in self._plan.buckets), default=0)
+        self._most_received = max((bucket.num_received for bucket in self._plan.buckets), default=0)
 
     def run(self, source: Weights | None, copy: Weights | None) -> int:
         """Send, copy and receive; return the bytes sent."""
@@ -224,7 +224,7 @@ class _Exchange:
         copied = None if copy is None else TrainedValues(copy, self._plan.parts)
         while self._waits and len(self._sending) >= SyncSpec.NUM_BUCKETS - 1:
             self._sending.popleft().finish(self._wait, self._pool)
-        space = _Space(self._buffer(bucket.sends, self._most_sent))
+        space = _Space(self._buffer(bucket.num_sent, self._most_sent))
         sent: list[TensorMessage] = []
         for message in bucket.sends:
             pieces: list[Tensor] = []
@@ -263,7 +263,7 @@ class _Exchange:
 
         All ranks have their batches in one order, so that none waits for a later one of another rank.
         """
-        space = _Space(self._buffer(bucket.receives, self._most_received)) if bucket.receives else None
+        space = _Space(self._buffer(bucket.num_received, self._most_received)) if bucket.receives else None
         received, packed = ([], []) if space is None else self._received(bucket, space, copy)
         self._num_bytes += sum(vector.nbytes for vector, _ in sent)
         sending, arriving = exchange(sent, received, self._channel.group)
@@ -371,10 +371,9 @@ class _Exchange:
         for work, ranks in begun:
             self._wait(work, ranks)
 
-    def _buffer(self, messages: Sequence[WeightMessage], most: int) -> Tensor:
+    def _buffer(self, size: int, most: int) -> Tensor:
         """Return memory for the messages of a bucket; of the largest one's size ``most``, if buckets take turns."""
-        size = most if self._waits else _size(messages)
-        return self._pool.take(size, self._channel.dtype, self._channel.device)
+        return self._pool.take(most if self._waits else size, self._channel.dtype, self._channel.device)
 
 
 class Receipt(_Exchange):
@@ -401,7 +400,3 @@ class Receipt(_Exchange):
             self._compare(*self._sums)
         self._waits = True
         self._walk([bucket for bucket in self._plan.buckets if bucket.sends_on], None, copy)
-
-
-def _size(messages: Sequence[WeightMessage]) -> int:
-    return sum(message.num_elements for message in messages)

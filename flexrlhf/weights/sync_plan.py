@@ -34,6 +34,16 @@ class RankBucket:
     stays: Regions
 
     @property
+    def num_sent(self) -> int:
+        """Elements of its messages."""
+        return sum(message.num_elements for message in self.sends)
+
+    @property
+    def num_received(self) -> int:
+        """Elements of the messages to it."""
+        return sum(message.num_elements for message in self.receives)
+
+    @property
     def sends_on(self) -> bool:
         """Whether some of it has arrived on a rank of the copy before; in the background all of it has, or none."""
         return any(message.is_sent_on for message in (*self.sends, *self.receives))
