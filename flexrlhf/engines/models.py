@@ -50,8 +50,7 @@ from flexrlhf.weights.adapter_files import (
 )
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
-    lacking,
-    no_scalar_head,
+    check_none_missing,
     stored_head_name,
 )
 from flexrlhf.weights.model_shape import ModelShape
@@ -223,11 +222,7 @@ def _check_loaded(key: str, info: Mapping[str, Any], optional: Collection[str]) 
             f"{key}: {name} is {list(in_files)} in its files and {list(by_config)} by its config.json; correct one or "
             f"the other"
         )
-    missing = sorted(set(info["missing_keys"]) - set(optional))
-    if missing == [ParameterName.SCALAR_HEAD]:
-        raise UserError(no_scalar_head(key))
-    if missing:
-        raise UserError(lacking(key, missing))
+    check_none_missing(key, sorted(set(info["missing_keys"]) - set(optional)))
 
 
 def _scores_everywhere(

@@ -229,8 +229,7 @@ def check_stored(
     missing = sorted(set(expected) - set(found) - set(optional))
     if ParameterName.SCALAR_HEAD in expected:
         check_scalar_head(key, found, ParameterName.SCALAR_HEAD not in missing or len(missing) > 1)
-    if missing:
-        raise UserError(lacking(key, missing))
+    check_none_missing(key, missing)
     for name in sorted(set(expected) & set(found)):
         shape = found[name].shape
         if shape != tuple(expected[name]):
@@ -300,7 +299,7 @@ def check_scalar_head(key: str, stored: Mapping[str, StoredTensor], may_lack: bo
     """
     head = stored.get(ParameterName.SCALAR_HEAD)
     if head is None and not may_lack:
-        raise UserError(no_scalar_head(key))
+        raise UserError(_no_scalar_head(key))
     if head is not None and head.shape[:1] != (1,):
         raise UserError(
             f"{key}: its head has {head.shape[0] if head.shape else 0} labels (shape {list(head.shape)}); a model of "
@@ -313,7 +312,7 @@ def check_scalar_head(key: str, stored: Mapping[str, StoredTensor], may_lack: bo
         )
 
 
-def no_scalar_head(key: str) -> str:
+def _no_scalar_head(key: str) -> str:
     """Return the sentence for a model without a scalar head where scores are needed."""
     section = key.partition(" ")[0].removesuffix(".path")
     return (
@@ -322,9 +321,12 @@ def no_scalar_head(key: str) -> str:
     )
 
 
-def lacking(key: str, missing: list[str]) -> str:
-    """Return the sentence for files without the weights ``missing``."""
-    return f"{key}: its files lack {_some(missing)}, which would be random; copy or save the model again"
+def check_none_missing(key: str, missing: list[str]) -> None:
+    """Raise UserError for files without the weights ``missing``, if there are any."""
+    if missing == [ParameterName.SCALAR_HEAD]:
+        raise UserError(_no_scalar_head(key))
+    if missing:
+        raise UserError(f"{key}: its files lack {_some(missing)}, which would be random; copy or save the model again")
 
 
 def named_as(stored: Mapping[str, StoredTensor], expected: Collection[str]) -> dict[str, StoredTensor]:
