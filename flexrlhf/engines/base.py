@@ -26,6 +26,7 @@ from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.weights.shards import Part
 
 Moments = dict[str, Tensor]
 """Statistic name → float64 (3,): weight, weighted sum, weighted sum of squares. They add up over rows and ranks."""
@@ -281,6 +282,10 @@ class StateTensor:
 
     values: Tensor
     flat: range | None = None
+
+    def part_of(self, stored: Part) -> Part:
+        """Return the part of a parameter that it is, of which this rank stores ``stored``."""
+        return stored if self.flat is None else replace(stored, flat=self.flat)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from flexrlhf.engines.base import StateTensor, TrainingState
+from flexrlhf.engines.base import TrainingState
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column
@@ -27,7 +27,6 @@ from flexrlhf.strategies.instructions import Move, Run
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.step_rows import StepRows
 from flexrlhf.weights.saving import written_names
-from flexrlhf.weights.shards import Part, Parts
 
 _ALIGNMENT = 64
 """Tensors in host memory begin at a multiple of so many bytes."""
@@ -73,7 +72,7 @@ def trained_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
         for name, tensor in tensors.items():
             # ranks with a range of their own each write theirs
             if tensor.values.numel() and (tensor.flat is not None or name in mine):
-                pieces[piece_key(kind, name)] = Piece(tensor.values, part_of(tensor, parts, name))
+                pieces[piece_key(kind, name)] = Piece(tensor.values, tensor.part_of(parts[name]))
     return pieces
 
 
@@ -82,12 +81,6 @@ def follower_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
     parts, live = model.shape.trained_parts(model.placed, rank), model.engine.weights()
     names = [name for name in written_names(model.placed, model.shape, rank) if live[name].numel()]
     return {piece_key(TrainingState.WEIGHTS, name): Piece(live[name], parts[name]) for name in sorted(names)}
-
-
-def part_of(tensor: StateTensor, parts: Parts, name: str) -> Part:
-    """Return the part of the parameter ``name`` that ``tensor`` is; ``parts``: of this rank."""
-    part = parts[name]
-    return part if tensor.flat is None else replace(part, flat=tensor.flat)
 
 
 RowTensors = dict[str, Tensor]

@@ -28,7 +28,7 @@ from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.strategies.instructions import Offload, Sync
 from flexrlhf.strategies.schedule import RunStart
-from flexrlhf.trainer.checkpoint_pieces import load_rows, missing_columns, part_of
+from flexrlhf.trainer.checkpoint_pieces import load_rows, missing_columns
 from flexrlhf.trainer.checkpointer import RunState
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
@@ -177,7 +177,7 @@ def restore_trained(
     _load_weights(model, reader, parts, bucket_bytes)
     for kind, tensors in model.engine.training_state().tensors.items():
         for name, tensor in tensors.items():
-            values = reader.read(piece_key(kind, name), part_of(tensor, parts, name))
+            values = reader.read(piece_key(kind, name), tensor.part_of(parts[name]))
             tensor.values.copy_(values.view(tensor.values.shape))
     model.engine.load_numbers(numbers)
 

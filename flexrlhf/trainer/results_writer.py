@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from flexrlhf.display.events import EventSender
-from flexrlhf.engines.copy_streams import CopyTimes
 from flexrlhf.metrics import METRICS, Outcome, Triple
 from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.placement.placed import ModelName
@@ -163,7 +162,7 @@ class ResultsWriter(Observer):
         peaks: tuple[int, int],
         start: Mapping[str, int],
         rows: int,
-        copies: CopyTimes,
+        copies: Mapping[str, float],
     ) -> None:
         """Publish this rank's spans and memory usage; rank 0 waits for all ranks and writes the timeline.
 
@@ -171,12 +170,11 @@ class ResultsWriter(Observer):
         peaks:  the most that the rank used since its models were loaded, and that the driver of its GPU counted.
         start:  the most that it used before, by ``load`` and ``resume``.
         rows:   bytes of all columns at the end of a step.
-        copies: times of copies to host memory and back.
+        copies: seconds of copies to host memory and back, and of waits for them.
         """
         self._mailbox.publish(f"timeline/{self._world.rank}", SPANS.dump_json(timeline.take()).decode())
-        memory = {"models": usage, "peak": peaks[0], "in_use": peaks[1], "start": start, "rows": rows}
-        memory["copies"] = {"seconds": copies.copying, "waited": copies.waiting}
-        self._mailbox.publish(f"memory/{self._world.rank}", memory)
+        memory = {"peak": peaks[0], "in_use": peaks[1], "start": start, "rows": rows, "copies": copies}
+        self._mailbox.publish(f"memory/{self._world.rank}", {"models": usage, **memory})
         if self._world.rank == 0:
             self._write_timeline()
             for file in (self._metrics, self._outcomes, self._samples):

@@ -234,4 +234,5 @@ class Trainer:
         self._syncs.close()
         usage = {name: asdict(model.memory_usage()) for name, model in self._models.items()}
         peaks = rank.meter.peak(), rank.meter.most_in_use
-        self.results.finish(rank.flight.timeline, usage, peaks, rank.start_bytes, self.rows.most_bytes, copies)
+        seconds = {"seconds": copies.copying, "waited": copies.waiting}
+        self.results.finish(rank.flight.timeline, usage, peaks, rank.start_bytes, self.rows.most_bytes, seconds)

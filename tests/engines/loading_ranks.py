@@ -32,7 +32,6 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.runs.tensor_files import cut
-from flexrlhf.trainer.checkpoint_pieces import part_of
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.shards import Parts
 
@@ -128,7 +127,7 @@ def differing(engine: Engine, whole: Mapping[str, Tensor], parts: Parts) -> list
     live = {(name, parts[name]): tensor for name, tensor in engine.weights().items()}
     if any(parameter.requires_grad for parameter in engine._model.parameters()):  # type: ignore[attr-defined]
         live |= {
-            (name, part_of(tensor, parts, name)): tensor.values
+            (name, tensor.part_of(parts[name])): tensor.values
             for name, tensor in engine.training_state().tensors[TrainingState.WEIGHTS].items()
         }
     return [
