@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from flexrlhf.config.environment_settings import EnvironmentSpec
     from flexrlhf.config.job_secret import JobSecret
     from flexrlhf.config.model_names import MODELS, Families, FoundModel
-    from flexrlhf.config.model_settings import DTYPE_BYTES, Head, LoraSpec, ModelSpec, OptimizerSpec, ShadowSpec
+    from flexrlhf.config.model_settings import DTYPE_BYTES, Head, LoraSpec, ModelSpec, ShadowSpec
     from flexrlhf.config.number_settings import SettingDifference
     from flexrlhf.config.output_path import OutputPath
     from flexrlhf.config.output_settings import LOGGERS, MlflowSpec, TensorBoardSpec, WandbSpec
@@ -156,7 +156,7 @@ if TYPE_CHECKING:
     from flexrlhf.weights.model_shape import ModelShape
     from flexrlhf.weights.parameters import ParameterName, Parameters, count_elements
     from flexrlhf.weights.shapes import model_shape, read_config
-    from flexrlhf.weights.shards import Part, elements_on_rank, parts_of
+    from flexrlhf.weights.shards import elements_on_rank, parts_of
     from flexrlhf.weights.sync_plan import SyncPlan
 
 

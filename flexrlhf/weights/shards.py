@@ -42,6 +42,11 @@ class Part:
         return math.prod(len(side) for side in self.box) if self.flat is None else len(self.flat)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return self == Part.whole(self.shape)
+
+    @property
     def text(self) -> str:
         """The part as text, which ``load`` reads."""
         box = [[side.start, side.stop] for side in self.box]

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
-from flexrlhf.api import ModelSpec, OptimizerSpec, PlacedModel, Sizes
+from flexrlhf.api import ModelSpec, PlacedModel, Sizes
 from flexrlhf.api.engine import DTYPES
 
 KERNELS = {
@@ -86,7 +86,7 @@ def gradient_config(settings: ModelSpec) -> DistributedDataParallelConfig:
 
 def optimizer_config(settings: ModelSpec) -> OptimizerConfig:
     """Return the settings of the optimizer; the engine clips gradients, and sets the learning rate of each update."""
-    optimizer: OptimizerSpec = settings.optimizer
+    optimizer = settings.optimizer
     return OptimizerConfig(
         optimizer="sgd" if optimizer.name == "sgd" else "adam",
         decoupled_weight_decay=optimizer.name == "adamw",

@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from flexrlhf.api import Column, Part, model_sizes
+from flexrlhf.api import Column, model_sizes
 from flexrlhf.api.engine import (
     Batch,
     EngineContext,
@@ -216,7 +216,7 @@ def _read(source: _Source, named: Named) -> None:
     assert source.parts.keys() == named.keys(), f"{sorted(source.parts.keys() ^ named.keys())} are not mapped"
     for name, rows in named.items():
         rows.live.copy_(source.values(name).view(rows.live.shape))
-        if source.parts[name] != Part.whole(source.parts[name].shape):
+        if not source.parts[name].is_whole:
             # the norm of all gradients counts each part; Megatron says so where it initialises weights
             parameter: Any = rows.parameter
             parameter.tensor_model_parallel = True
