@@ -40,7 +40,7 @@ from flexrlhf.objectives.preferences import (
     simpo_loss,
 )
 from flexrlhf.objectives.reward_shaping import weighted_scores
-from flexrlhf.objectives.surrogates import covariant_tokens, rejection
+from flexrlhf.objectives.surrogates import covariant_tokens, rejection, staleness
 from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Operator, is_own
 from flexrlhf.user_code.planning_calls import bounded_here
@@ -111,14 +111,17 @@ def combine_of(function: str) -> Combine:
 def computed_columns(
     operator: Operator, spec: Spec, batch: Batch, context: CombineContext, decode: Callable[[Sequence[int]], str]
 ) -> tuple[Columns, Moments]:
-    """Return the columns that a combine writes, and its statistics. ``decode``: tokens to text, for errors.
+    """Return the columns that a combine writes, and its statistics, with the staleness of tokens that it selects.
 
-    Raises UserError if a user's function returns something else.
+    ``decode``: tokens to text, for errors. Raises UserError if a user's function returns something else.
     """
     with naming_tokens(decode, context.step):
         computed = combine_of(operator.function)(settings_of(operator.function, spec), batch, context)
     check_returned(operator, computed, batch)
-    return computed
+    columns, statistics = computed
+    if "policy_version" in batch.columns and columns.keys() & {"loss_mask", "kept_mask"}:
+        statistics |= staleness(batch.with_columns(columns), context)
+    return columns, statistics
 
 
 @cache

@@ -14,7 +14,6 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Moments, Sampling, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import computed_columns
-from flexrlhf.objectives.surrogates import staleness
 from flexrlhf.operators.columns import Column, plain
 from flexrlhf.trainer.episode_rows import LOGPROBS, rows_before_turn
 from flexrlhf.trainer.execution import OperatorRun
@@ -191,6 +190,4 @@ def _combine(
     if scores is not None:
         # also of rows that are not trained on in this step
         columns[Column.GROUP_SCORES] = scores.index_copy(0, places_in(run, batch), columns[Column.GROUP_SCORES])
-    if "policy_version" in batch.columns and columns.keys() & {"loss_mask", "kept_mask"}:
-        statistics |= staleness(batch.with_columns(columns), combine_context)
     return columns, statistics
