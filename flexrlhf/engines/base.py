@@ -271,6 +271,11 @@ class MemoryUsage:
     host: int = 0
     unmapped: int = 0
 
+    @property
+    def released(self) -> MemoryUsage:
+        """The bytes once the model's weights are released."""
+        return MemoryUsage(0, 0, 0, unmapped=self.unmapped)
+
 
 @dataclass(frozen=True)
 class StateTensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, Wait, World
-from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss, MemoryUsage
+from flexrlhf.engines.base import Batch, Engine, EngineContext, Loss
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.errors import UserError
@@ -99,10 +99,10 @@ class LoadedModel:
             assert source is not None, "weights are reused where their source is"
             self.reused.take(source)
 
-    def memory_usage(self) -> MemoryUsage:
-        """Return the bytes of the engine's tensors on this rank."""
+    def memory_usage(self) -> dict[str, int]:
+        """Return the bytes of the engine's tensors on this rank, by the fields of ``MemoryUsage``."""
         usage = self.engine.memory_usage()
-        return MemoryUsage(0, 0, 0, unmapped=usage.unmapped) if self.is_released else usage
+        return asdict(usage.released if self.is_released else usage)
 
 
 def load_models(

@@ -8,7 +8,7 @@ syncs) overlaps all the same, since the order of the list does not change.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from flexrlhf.config.code_loading import load_function
 from flexrlhf.operators.columns import Column
@@ -232,7 +232,7 @@ class Trainer:
         self._checkpointer.finish()
         self.rows.finish()
         self._syncs.close()
-        usage = {name: asdict(model.memory_usage()) for name, model in self._models.items()}
+        usage = {name: model.memory_usage() for name, model in self._models.items()}
         peaks = rank.meter.peak(), rank.meter.most_in_use
         seconds = {"seconds": copies.copying, "waited": copies.waiting}
         self.results.finish(rank.flight.timeline, usage, peaks, rank.start_bytes, self.rows.most_bytes, seconds)
