@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from flexrlhf.memory.engine_bytes import EngineBytes
     from flexrlhf.memory.packed_rows import PackedPass, TextGroup, TextPacking, Unit
     from flexrlhf.memory.rank_memory import RankMemory
-    from flexrlhf.memory.states import PerParameter, State, Units, with_fused_layers
+    from flexrlhf.memory.states import State, Units, with_fused_layers
     from flexrlhf.metrics import METRICS, Ends, Outcome, Triple
     from flexrlhf.operators.columns import Column, Lengths
     from flexrlhf.operators.graph import CallKind, Graph, Operator, OperatorKind, TrainPart

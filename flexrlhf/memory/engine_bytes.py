@@ -80,7 +80,11 @@ class EngineBytes:
         item, moments = model.item_bytes, 4 * model.settings.optimizer.num_moments
         if model.split == "rows":
             return PerParameter(4, 4, moments)  # the float32 shards of FSDP2 are their own master weights
-        return PerParameter(item, 4, moments + 4 * (item < 4))
+        return PerParameter(item, 4, moments + 4 * self.has_masters(model))
+
+    def has_masters(self, model: PlacedModel) -> bool:
+        """Whether float32 master weights are stored next to the weights of a trained model."""
+        return model.item_bytes < 4
 
     def frozen_weights(self, model: PlacedModel, shape: ModelShape, rank: int) -> int:
         return model.item_bytes * elements_on_rank(model, shape.parameters, rank, shape.sizes)

@@ -15,7 +15,6 @@ from flexrlhf.api import (
     ModelShape,
     ModelSpec,
     Parameters,
-    PerParameter,
     PlacedModel,
     State,
     Units,
@@ -28,9 +27,8 @@ from flexrlhf.engines.deepspeed.config import ELEMENTS
 class DeepSpeedBytes(EngineBytes):
     """Bytes of a placed model on DeepSpeed, by ZeRO stage."""
 
-    def per_parameter(self, model: PlacedModel) -> PerParameter:
-        item, moments = model.item_bytes, 4 * model.settings.optimizer.num_moments
-        return PerParameter(item, 4, moments + 4 * (item < 4 or model.settings.zero >= 1))
+    def has_masters(self, model: PlacedModel) -> bool:
+        return super().has_masters(model) or model.settings.zero >= 1
 
     def frozen_weights(self, model: PlacedModel, shape: ModelShape, rank: int) -> int:
         if model.settings.zero == 3:
