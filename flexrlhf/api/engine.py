@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from flexrlhf.engines.sampling import completes_stop, gumbel_noise
     from flexrlhf.engines.scalar_head import saved_value_head
     from flexrlhf.engines.skeletons import Skeleton
-    from flexrlhf.engines.tensor_parallel import TensorParallelNames
     from flexrlhf.engines.weight_files import PartReader
     from flexrlhf.launch.devices import choose_device
     from flexrlhf.launch.failures import FailureReporter

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,6 +20,7 @@ from flexrlhf.engines.language_head import LanguageHead, use_language_head
 from flexrlhf.engines.models import add_parts, empty_model, load_model, may_lack_head, seeded, settle, use_kernels
 from flexrlhf.engines.offloaded_activations import checkpoint_layers
 from flexrlhf.engines.router_biases import router_biases
+from flexrlhf.engines.tensor_parallel import TensorParallelNames
 from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader, StoredPieces
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.adapter_files import base_model, stored_adapters
@@ -76,6 +78,13 @@ class Skeleton:
         head = use_language_head(self.model, settings.logits_at_a_time)
         use_kernels(self.model, settings, context.switches)
         return head
+
+    def split_layers(self, head: LanguageHead | None, group: dist.ProcessGroup | None) -> TensorParallelNames:
+        """Leave this rank its tensor-parallel parts of the layers and of ``head``; all of them if there is no group.
+
+        Placeholders may be on the meta device.
+        """
+        return TensorParallelNames() if group is None else TensorParallelNames.apply(self.model, head, group)
 
     def checkpoint_layers(self, context: EngineContext) -> None:
         """Have the layers compute their activations again where a training recomputes, as the settings say."""

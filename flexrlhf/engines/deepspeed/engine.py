@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,7 +35,6 @@ from flexrlhf.api.engine import (
     ScheduledOptimizer,
     Skeleton,
     StateTensor,
-    TensorParallelNames,
     TrainingState,
     as_world,
     make_passes,
@@ -134,13 +133,13 @@ class DeepSpeedEngine(Lender):
         self.config = self._model.config
         head = skeleton.use_kernels(context)
         skeleton.checkpoint_layers(context)
-        self._tp, names = ranks.tp, TensorParallelNames()
+        self._tp = ranks.tp
         if ranks.tp.group is not None:
             skeleton.replace_placeholders(lambda parameter: torch.empty(parameter.shape, device="meta"))
-            names = TensorParallelNames.apply(self._model, head, ranks.tp.group)
+        names = skeleton.split_layers(head, ranks.tp.group)
         self._allocate(skeleton, context.device)
-        self._mark(names)
         self._split = names.split
+        self._mark(names.partial)
         self._optimizer = self._make_optimizer(context.num_updates) if placed.trained else None
         self._align_counters(context)
         if self._settings.zero == 3 and self._settings.tiled_mlp:
@@ -186,11 +185,11 @@ class DeepSpeedEngine(Lender):
         for name in skeleton.stored:
             skeleton.read(name, self._model.get_parameter(name).detach())
 
-    def _mark(self, names: TensorParallelNames) -> None:
-        """Mark the parameters that are split, by which DeepSpeed takes norms, and sum partial gradients."""
+    def _mark(self, partial: Set[str]) -> None:
+        """Mark the parameters that are split, by which DeepSpeed takes norms, and sum ``partial`` gradients."""
         for name, parameter in self._model.named_parameters():
-            parameter.tensor_model_parallel = name in names.split
-            if name in names.partial and parameter.requires_grad:
+            parameter.tensor_model_parallel = name in self._split
+            if name in partial and parameter.requires_grad:
                 parameter.register_hook(lambda gradient: self._tp.sum_in_order(gradient.float()).to(gradient.dtype))
 
     def _partition(self, skeleton: Skeleton, device: torch.device) -> None:

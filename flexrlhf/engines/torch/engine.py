@@ -232,9 +232,8 @@ def _shard(skeleton: Skeleton, head: LanguageHead | None, context: EngineContext
     )
     group, ep = ranks.tp.group, None if ranks.experts is None else ranks.experts.parts.group
     of_experts = frozenset[str]() if group is ep is None else ExpertSplit(ep, group).apply(model, model.config)
-    names = TensorParallelNames()
+    names = skeleton.split_layers(head, group)
     if group is not None:
-        names = TensorParallelNames.apply(model, head, group)
         names = replace(names, split=names.split | of_experts)
     if placed.split == "whole":
         read_shards(skeleton, context.device)
