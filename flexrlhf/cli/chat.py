@@ -27,15 +27,15 @@ def chat(run: ChatRun, before: Before = False, tokens: Tokens = None, temperatur
 
     Every line is a prompt; from a pipe, all of its lines. Without a chat template each line stands alone.
     """
-    from flexrlhf.runs.conversation import find_policies, load_speaker
+    from flexrlhf.runs.conversation import Policies
 
-    found = find_policies(run)
+    found = Policies.find(run)
     limit = tokens or found.limit or TOKENS
     if before and found.before is None:
         raise UserError(f"--before: {run} names no policy that it started from; leave it out")
     with working("loading the policy"):
-        after = load_speaker(found.after, found.after)
-        first = None if found.before is None or not before else load_speaker(found.before, found.after)
+        after = found.load(found.after)
+        first = None if found.before is None or not before else found.load(found.before)
     for line in _lines():
         if first is None:
             after.reply(line, limit, temperature, lambda text: typer.echo(text, nl=False))

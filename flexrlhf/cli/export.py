@@ -33,8 +33,8 @@ def export(
 
     Of the newest one of a run, or of a checkpoint.
     """
-    from flexrlhf.runs.export import export_model, find_trained_model
+    from flexrlhf.runs.export import TrainedModel
 
-    found = find_trained_model(run, model)
-    export_model(found, output, merge_adapters, dtype, force)
+    found = TrainedModel.find(run, model)
+    found.export(output, merge_adapters, dtype, force)
     typer.echo(f"{found.role} of {found.origin} written to {output}")

@@ -8,7 +8,7 @@ import threading
 from keyword import iskeyword
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,9 +16,6 @@ from flexrlhf.cli.working import working
 from flexrlhf.config.strict_model import LEAST_SECONDS
 from flexrlhf.errors import UserError
 from flexrlhf.text import counted
-
-if TYPE_CHECKING:
-    from flexrlhf.runs.served_scores import ServedScores
 
 Served = Annotated[str, typer.Argument(metavar="PATH", help="file.py:name, or the directory of a sequence classifier")]
 Host = Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all of this machine's")]
@@ -73,14 +70,10 @@ def serve_reward(
         raise UserError(f"--timeout {timeout}: expected a finite number of seconds")
     token = None if secret is None else _token(secret)
     from flexrlhf.runs.score_server import ScoreServer
-    from flexrlhf.runs.served_scores import FunctionScores, ModelScores
+    from flexrlhf.runs.served_scores import load_scores
 
-    source: ServedScores
     with working(f"loading {path}"):
-        if is_model:
-            source = ModelScores(Path(path), device or "auto", batch or 16, max_tokens)
-        else:
-            source = FunctionScores(path, workers or 1, timeout or 10.0)
+        source = load_scores(path, workers or 1, timeout or 10.0, device or "auto", batch or 16, max_tokens)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())

@@ -25,35 +25,6 @@ FILES = ("config.json", "adapter_config.json")
 """Files of which a directory of a model has one."""
 
 
-@dataclass(frozen=True)
-class Policies:
-    """Directories of the policies of a conversation.
-
-    after:   the trained one, or a model that no run has trained.
-    before:  the one that its run started from; None: it has no files, or there is no run.
-    limit:   tokens of a response in the run; None without one.
-    """
-
-    after: Path
-    before: Path | None = None
-    limit: int | None = None
-
-
-def find_policies(place: Path) -> Policies:
-    """Return the policies of a run's directory, or of a model's. Raises UserError if ``place`` has none."""
-    run = RunDirectory(place)
-    if not run.config.is_file():
-        if any((place / name).is_file() for name in FILES):
-            return Policies(place)
-        raise UserError(f"{place}: neither a run nor a model in it; give a directory such as runs/NAME or of a model")
-    spec = in_cache(load_spec(run.config))
-    if not any((place / "actor" / name).is_file() for name in FILES):
-        remedy = f"export one: flexrlhf export {place} -o MODEL" if run.checkpoints else "nothing in it to talk to"
-        raise UserError(f"{place}: no actor is saved in it; {remedy}")
-    path = None if spec.models.actor is None else spec.models.actor.path
-    return Policies(place / "actor", None if path is None else Path(path), spec.data.max_response_tokens)
-
-
 @dataclass
 class Speaker:
     """A policy, with its side of a conversation.
@@ -104,15 +75,45 @@ class _Writer(TextStreamer):
         self._write(text)
 
 
-def load_speaker(directory: Path, tokenizer: Path) -> Speaker:
-    """Load a policy. ``tokenizer``: directory that has one if the model's has none. Raises UserError."""
-    disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"{directory}: transformers cannot load it ({str(error).splitlines()[0]})") from None
-    own = directory if (directory / "tokenizer_config.json").is_file() else tokenizer
-    try:
-        return Speaker(model, AutoTokenizer.from_pretrained(own))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{own}: no tokenizer can be loaded ({str(error).splitlines()[0]})") from None
+@dataclass(frozen=True)
+class Policies:
+    """Directories of the policies of a conversation.
+
+    after:   the trained one, or a model that no run has trained.
+    before:  the one that its run started from; None: it has no files, or there is no run.
+    limit:   tokens of a response in the run; None without one.
+    """
+
+    after: Path
+    before: Path | None = None
+    limit: int | None = None
+
+    @classmethod
+    def find(cls, place: Path) -> Policies:
+        """Return the policies of a run's directory, or of a model's. Raises UserError if ``place`` has none."""
+        run = RunDirectory(place)
+        if not run.config.is_file():
+            if any((place / name).is_file() for name in FILES):
+                return cls(place)
+            raise UserError(
+                f"{place}: neither a run nor a model in it; give a directory such as runs/NAME or of a model"
+            )
+        spec = in_cache(load_spec(run.config))
+        if not any((place / "actor" / name).is_file() for name in FILES):
+            remedy = f"export one: flexrlhf export {place} -o MODEL" if run.checkpoints else "nothing in it to talk to"
+            raise UserError(f"{place}: no actor is saved in it; {remedy}")
+        path = None if spec.models.actor is None else spec.models.actor.path
+        return cls(place / "actor", None if path is None else Path(path), spec.data.max_response_tokens)
+
+    def load(self, directory: Path) -> Speaker:
+        """Load one of them, with the tokenizer of the trained one if it has none. Raises UserError."""
+        disable_progress_bar()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise UserError(f"{directory}: transformers cannot load it ({str(error).splitlines()[0]})") from None
+        own = directory if (directory / "tokenizer_config.json").is_file() else self.after
+        try:
+            return Speaker(model, AutoTokenizer.from_pretrained(own))
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{own}: no tokenizer can be loaded ({str(error).splitlines()[0]})") from None

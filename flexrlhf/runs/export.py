@@ -69,27 +69,53 @@ class TrainedModel:
     tensor: Callable[[str], Tensor]
     origin: Path
 
+    @classmethod
+    def find(cls, run: Path, role: str | None) -> TrainedModel:
+        """Return a trained model of the newest undamaged checkpoint in ``run``, a run's or a checkpoint's directory.
 
-def find_trained_model(run: Path, role: str | None) -> TrainedModel:
-    """Return a trained model of the newest undamaged checkpoint in ``run``, a run's or a checkpoint's directory.
+        In a run without checkpoints: adapters that it has saved, which ``run`` may be, too.
+        ``role``: None: the actor, or the only one. Raises UserError if there is none.
+        """
+        found = CheckpointDirectory.found_at(run)
+        if not found:
+            return _saved_model(run, role)
+        checkpoint = _newest_undamaged(found)
+        manifest, path = checkpoint.manifest, checkpoint.path
+        roles = sorted(manifest.progress.numbers)
+        chosen = role or roles[0]
+        if chosen not in roles:
+            raise UserError(f"--model {chosen}: {checkpoint} has {', '.join(roles)}{nearest(chosen, roles)}")
+        spec, reader = in_cache(manifest.settings), PieceReader(path, chosen)
+        prefix = piece_key(TrainingState.WEIGHTS, "")
+        names = sorted(key.removeprefix(prefix) for key in reader.pieces if key.startswith(prefix))
+        config = (path / f"{chosen}.config.json").read_text()
+        return _trained_model(spec, chosen, config, names, lambda name: reader.tensor(prefix + name), path)
 
-    In a run without checkpoints: adapters that it has saved, which ``run`` may be, too.
-    ``role``: None: the actor, or the only one. Raises UserError if there is none.
-    """
-    found = CheckpointDirectory.found_at(run)
-    if not found:
-        return _saved_model(run, role)
-    checkpoint = _newest_undamaged(found)
-    manifest, path = checkpoint.manifest, checkpoint.path
-    roles = sorted(manifest.progress.numbers)
-    chosen = role or roles[0]
-    if chosen not in roles:
-        raise UserError(f"--model {chosen}: {checkpoint} has {', '.join(roles)}{nearest(chosen, roles)}")
-    spec, reader = in_cache(manifest.settings), PieceReader(path, chosen)
-    prefix = piece_key(TrainingState.WEIGHTS, "")
-    names = sorted(key.removeprefix(prefix) for key in reader.pieces if key.startswith(prefix))
-    config = (path / f"{chosen}.config.json").read_text()
-    return _trained_model(spec, chosen, config, names, lambda name: reader.tensor(prefix + name), path)
+    def export(self, output: Path, merge_adapters: bool, dtype: SavedDtype, replaces: bool = False) -> None:
+        """Write the model into the directory ``output``, which must not exist or be empty.
+
+        Adapters are written as such, or with ``merge_adapters`` added to their base weights. ``dtype``: ``auto``: the
+        one in which a run saves the model. ``replaces``: another model there is replaced. Raises UserError.
+        """
+        _check_output(output, replaces)
+        chosen = DTYPES[_saved_type(self.settings) if dtype == "auto" else dtype]
+        lora = self.settings.lora
+        if lora is not None and not merge_adapters:
+            tensors = {name: self.tensor(name).to(chosen) for name in self.names}
+            save_adapters(output, tensors, self.settings, self.tokenizer, texts=self.usage)
+            return
+        config = AutoConfig.for_model(**json.loads(self.config))
+        config.dtype = chosen
+        base = _base_tensors(self.settings)
+        read = _reader(self, base)
+        names = sorted({*base, *(name for name in self.names if lora is None or ".lora_" not in name)})
+        forms: dict[str, TensorForm] = {}
+        types = {name: torch.float32 if ParameterName(name).is_router_bias else chosen for name in names}
+        for name in names:
+            forms |= forms_of({name: read(name).to(types[name])})
+        with model_writer(output, forms, config, self.tokenizer, texts=self.usage) as files:
+            for name in names:
+                files.write({name: read(name).to(types[name])})
 
 
 def _trained_model(
@@ -137,35 +163,6 @@ def _usage(spec: Spec, role: str, directory: str) -> dict[str, str]:
     chat = replace(read, end=spec.data.end_token)
     eos, pad = end_tokens(tokenizer, chat, policy), tokenizer.pad_token_id
     return usage_files(saved_template(tokenizer, chat), policy, eos, eos[0] if pad is None else pad)
-
-
-def export_model(
-    model: TrainedModel, output: Path, merge_adapters: bool, dtype: SavedDtype, replaces: bool = False
-) -> None:
-    """Write ``model`` into the directory ``output``, which must not exist or be empty.
-
-    Adapters are written as such, or with ``merge_adapters`` added to their base weights. ``dtype``: ``auto``: that in
-    which a run saves the model. ``replaces``: another model there is replaced. Raises UserError.
-    """
-    _check_output(output, replaces)
-    chosen = DTYPES[_saved_type(model.settings) if dtype == "auto" else dtype]
-    lora = model.settings.lora
-    if lora is not None and not merge_adapters:
-        tensors = {name: model.tensor(name).to(chosen) for name in model.names}
-        save_adapters(output, tensors, model.settings, model.tokenizer, texts=model.usage)
-        return
-    config = AutoConfig.for_model(**json.loads(model.config))
-    config.dtype = chosen
-    base = _base_tensors(model.settings)
-    read = _reader(model, base)
-    names = sorted({*base, *(name for name in model.names if lora is None or ".lora_" not in name)})
-    forms: dict[str, TensorForm] = {}
-    types = {name: torch.float32 if ParameterName(name).is_router_bias else chosen for name in names}
-    for name in names:
-        forms |= forms_of({name: read(name).to(types[name])})
-    with model_writer(output, forms, config, model.tokenizer, texts=model.usage) as files:
-        for name in names:
-            files.write({name: read(name).to(types[name])})
 
 
 def _check_output(output: Path, replaces: bool) -> None:

@@ -136,3 +136,15 @@ class ModelScores:
         outputs: Tensor = self._model(input_ids=tokens, attention_mask=mask, position_ids=places)
         found: list[float] = self._rule.scores(outputs, tokens, mask).tolist()
         return found
+
+
+def load_scores(
+    path: str, workers: int, seconds: float, device: str, batch_size: int, most: int | None
+) -> ServedScores:
+    """Return the scores of the model in the directory ``path``, or of the function that it names.
+
+    The arguments are the fields of ``FunctionScores`` and ``ModelScores``. Raises UserError as these.
+    """
+    if Path(path).is_dir():
+        return ModelScores(Path(path), device, batch_size, most)
+    return FunctionScores(path, workers, seconds)

@@ -29,7 +29,7 @@ from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus
 from flexrlhf.metrics import METRICS
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.runs.export import find_trained_model
+from flexrlhf.runs.export import TrainedModel
 from flexrlhf.runs.manifest import Manifest
 from flexrlhf.runs.resume import AUTO, RunOrder, resume_runs
 from flexrlhf.runs.run_directory import RunDirectory
@@ -340,7 +340,7 @@ def test_an_export_is_the_model_that_the_run_saved(resumptions: Resumptions, cas
         expected, found = whole.weights(role), load_file(tmp_path / role / "model.safetensors")
         assert expected.keys() == found.keys() and all(torch.equal(expected[n], found[n]) for n in expected), role
     actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()
-    trained = find_trained_model(whole.directory, "actor")
+    trained = TrainedModel.find(whole.directory, "actor")
     assert actor.keys() == {*trained.names}
     assert all(torch.equal(actor[name], trained.tensor(name)) for name in trained.names)
 

@@ -28,7 +28,7 @@ from flexrlhf.engines.base import Loss
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import COLUMNS
-from flexrlhf.runs.export import export_model, find_trained_model
+from flexrlhf.runs.export import TrainedModel
 from flexrlhf.runs.model_directory import SavedAdapters, save_adapters
 
 peft = pytest.importorskip("peft")
@@ -186,7 +186,7 @@ def test_peft_loads_a_saved_policy(init: dict[str, Any], targets: tuple[str, ...
     lines.append(f"models: {{actor: {{path: {base}, lora: {json.dumps(lora)}}}}}")
     lines.append("data: {path: rows.jsonl, max_prompt_tokens: 4, max_response_tokens: 4}")
     (tmp_path / "config.yaml").write_text("\n".join(lines))
-    export_model(find_trained_model(tmp_path, None), tmp_path / "merged", True, "auto")
+    TrainedModel.find(tmp_path, None).export(tmp_path / "merged", True, "auto")
     with torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=TEXT).logits
     assert torch.allclose(merged, expected, rtol=1e-5, atol=1e-6)

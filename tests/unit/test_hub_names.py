@@ -22,7 +22,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.plan.hub_names import in_cache, with_snapshots
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.conversation import find_policies
+from flexrlhf.runs.conversation import Policies
 from flexrlhf.trainer.rank_runs import check_commits
 
 COMMIT, LATER = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
@@ -103,7 +103,7 @@ def test_names_are_written_with_their_commit(own_cache: Path, tmp_path: Path, mo
     (tmp_path / "run" / "actor").mkdir(parents=True)
     (tmp_path / "run" / "actor" / "config.json").write_text("{}")
     (tmp_path / "run" / "config.yaml").write_text(text)
-    assert find_policies(tmp_path / "run").before == directory
+    assert Policies.find(tmp_path / "run").before == directory
     unknown = Spec.parse(read_yaml(text.replace("acme/tiny", "acme/other")))
     assert in_cache(unknown).data.tokenizer == f"acme/other@{COMMIT}"
 
