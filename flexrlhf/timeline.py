@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -166,13 +166,6 @@ class Timeline:
         """Give spans the times of the device, in order, as far as it has come, or all."""
         while self._unsettled and (waits or self._unsettled[0].end.is_reached()):
             self._unsettled.popleft().settle()
-
-
-def saved_spans(folder: Path) -> Iterator[Span]:
-    """Yield the spans that ``append_spans`` has written, by this process and those that the run goes on from."""
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            yield from SPANS.validate_json(json.loads(line)["spans"])
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.flight_log import Flight, FlightLogs
+from flexrlhf.runs.flight_log import FlightLogs
 
 FailureKind = Literal["killed", "user", "error", "node", "waited", "closed", "ended"]
 _ORDER: tuple[FailureKind, ...] = ("killed", "user", "error", "node", "waited", "closed", "ended")
@@ -101,8 +101,7 @@ class FailureReporter:
     def report(self, failures: Mapping[int, ProcessFailure]) -> list[Failure]:
         """Write the records that ranks could not write themselves; return the failures, one for each failed rank."""
         logs = self._logs()
-        flights = {rank: logs.read(rank) if logs is not None else None for rank in self._ranks}
-        found = {rank: self._failure(rank, failure, flights.get(rank)) for rank, failure in failures.items()}
+        found = {rank: self._failure(rank, failure, logs) for rank, failure in failures.items()}
         if logs is not None:
             logs.complete(self._ranks, {rank: failure.sentence for rank, failure in found.items()})
             self.record = logs.records
@@ -119,8 +118,9 @@ class FailureReporter:
         found = [logs for logs in map(FlightLogs, self._directories) if logs.are_there]
         return found[-1] if found else None
 
-    def _failure(self, rank: int, failure: ProcessFailure, flight: Flight | None) -> Failure:
+    def _failure(self, rank: int, failure: ProcessFailure, logs: FlightLogs | None) -> Failure:
         """Return the failure of a rank, with its last instruction and the first line of its error."""
+        flight = logs.read(rank) if logs is not None else None
         data: Mapping[str, Any] = failure.error_file_data if failure.exitcode > 0 else {}
         text = sentence = str(data.get("text", ""))
         # a failed wait names its rank by itself

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 from flexrlhf.runs.row_file import RowFile
-from flexrlhf.timeline import Span, Trace, saved_spans
+from flexrlhf.timeline import SPANS, Span, Trace
 
 _FLIGHT = "flight"
 TIMELINE = "timeline"
@@ -149,6 +149,10 @@ class FlightLogs:
         """Folder with the record of each rank of a run that has failed."""
         return self.directory / "failure"
 
+    def writer(self, header: Mapping[str, Any], keep_steps: int) -> FlightLog:
+        """Continue the log of a rank. ``header``, ``keep_steps``: as of ``FlightLog``."""
+        return FlightLog(self.directory, header, keep_steps)
+
     def read(self, rank: int) -> Flight:
         """Return the log of a rank; an empty one without a file."""
         return Flight(self.directory / _FLIGHT / f"rank-{rank}.jsonl")
@@ -158,8 +162,10 @@ class FlightLogs:
         return self._all_spans()[1]
 
     def saved_spans(self) -> Iterator[Span]:
-        """Yield the spans until the last checkpoint."""
-        return saved_spans(self.directory / TIMELINE)
+        """Yield the spans until the last checkpoint, of this process and those that the run goes on from."""
+        for path in sorted((self.directory / TIMELINE).glob("*.jsonl")):
+            for line in path.read_text().splitlines():
+                yield from SPANS.validate_json(json.loads(line)["spans"])
 
     def saved_file(self, rank: int) -> Path:
         """Return the file with the spans of ``rank`` until the last checkpoint."""

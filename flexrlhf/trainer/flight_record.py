@@ -19,7 +19,6 @@ import torch
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.world import World
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.flight_log import FlightLog
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.timeline import KEPT_STEPS, SPANS, Instant, Timeline
@@ -94,7 +93,7 @@ class FlightRecord(Observer):
             "models": models[rank],
             "debug": plan.spec.debug.thrown,
         }
-        self._log = FlightLog(directory.path, self._header, KEPT_STEPS)
+        self._log = directory.flights.writer(self._header, KEPT_STEPS)
 
     def begin(self, execution: Execution) -> None:
         """Report the position of this rank, and begin the span of an instruction."""
