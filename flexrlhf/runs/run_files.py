@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
+
+from torch import Tensor
 
 from flexrlhf.comm.world import World
 from flexrlhf.config.job_secret import JobSecret
@@ -20,11 +22,13 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.checkpoint_directory import FOLDER
+from flexrlhf.runs.durable_files import FileEntry, write_durably
 from flexrlhf.runs.episode_log import DIRECTORY as REPLIES
 from flexrlhf.runs.file_server import ServedRuns, serve_files
 from flexrlhf.runs.fingerprints import written_inputs
 from flexrlhf.runs.remote_files import RemoteFiles
 from flexrlhf.runs.resume import RunOrder
+from flexrlhf.runs.tensor_files import Piece, piece_file, write_pieces, write_tensors
 
 RECEIVED = "received"
 """Folder of a run, on a machine with a directory of its own, for the checkpoint that it goes on from, with
@@ -103,6 +107,33 @@ class RunFiles:
         path.parent.mkdir(exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(text)
+
+    def write_checkpoint(
+        self,
+        directory: Path,
+        rank: int,
+        pieces: Mapping[str, Mapping[str, Piece]],
+        rows: Mapping[str, Tensor],
+        texts: Mapping[str, str],
+    ) -> dict[str, FileEntry]:
+        """Write the files of one ``rank`` of a checkpoint, on disk here when this returns, and copy them to rank 0's
+        machine; return their sizes and checksums.
+
+        pieces:  of its tensors, by placed model.
+        rows:    columns of the steps in flight.
+        texts:   further files, by name.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        files = {piece_file(model, rank): contents for model, contents in pieces.items()}
+        written = {name: write_pieces(directory / name, contents) for name, contents in files.items()}
+        if rows:
+            name = f"rows-{rank:05d}.safetensors"
+            written[name] = write_tensors(directory / name, rows)
+        for name, text in texts.items():
+            written[name] = write_durably(directory / name, text.encode())
+        for name in written:
+            self.send(directory / name)
+        return written
 
     def received_checkpoint(self, checkpoint: Path, plan: Plan, world: World) -> Path:
         """Return where this machine has a checkpoint, once it has it. All ranks call this."""

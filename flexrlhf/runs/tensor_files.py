@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexrlhf.comm.weights import fill
 from flexrlhf.errors import UserError
-from flexrlhf.runs.durable_files import FileEntry, sync_to_disk, write_durably
+from flexrlhf.runs.durable_files import FileEntry, sync_to_disk
 from flexrlhf.weights.shards import Part
 
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -77,30 +77,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     save_tensors(tensors, path, metadata or {})
     sync_to_disk(path)
     return FileEntry.of(path)
-
-
-def write_rank_files(
-    directory: Path,
-    rank: int,
-    pieces: Mapping[str, Mapping[str, Piece]],
-    rows: Mapping[str, Tensor],
-    texts: Mapping[str, str],
-) -> dict[str, FileEntry]:
-    """Write the files of one ``rank`` of a checkpoint, on disk when this returns; return their sizes and checksums.
-
-    pieces:  of its tensors, by placed model.
-    rows:    columns of the steps in flight.
-    texts:   further files, by name.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    files = {piece_file(model, rank): contents for model, contents in pieces.items()}
-    written = {name: write_pieces(directory / name, contents) for name, contents in files.items()}
-    if rows:
-        name = f"rows-{rank:05d}.safetensors"
-        written[name] = write_tensors(directory / name, rows)
-    for name, text in texts.items():
-        written[name] = write_durably(directory / name, text.encode())
-    return written
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from flexrlhf.errors import RunStopped
 from flexrlhf.runs.durable_files import FileEntry
 from flexrlhf.runs.fingerprints import fixed_inputs
 from flexrlhf.runs.manifest import Progress
-from flexrlhf.runs.tensor_files import Piece, write_rank_files
+from flexrlhf.runs.tensor_files import Piece
 from flexrlhf.trainer.checkpoint_pieces import (
     HostCopies,
-    RowTensors,
     columns_in_flight,
     follower_pieces,
     trained_pieces,
@@ -97,7 +96,8 @@ class Checkpointer(Observer):
         pieces = self._copied_pieces()
         rows = self._copies.begin("rows", columns_in_flight(context.plan, context.rank, state.rows, next_step))
         self._copies.wait()
-        job = self._thread.submit(_write_files, self._directory(next_step), pieces, rows, self._configs(), context)
+        write = context.files.write_checkpoint
+        job = self._thread.submit(write, self._directory(next_step), context.rank, pieces, rows, self._configs())
         context.flight.append_spans(context.files, next_step)
         self._writing = _Writing(next_step, job, self._progress(next_step))
         if context.rank == 0:
@@ -218,17 +218,3 @@ def merged_progress(reports: Sequence[Progress]) -> Progress:
 
 def _united(mappings: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     return {key: value for mapping in mappings for key, value in mapping.items()}
-
-
-def _write_files(
-    directory: Path,
-    pieces: Mapping[str, Mapping[str, Piece]],
-    rows: RowTensors,
-    configs: Mapping[str, str],
-    context: RankContext,
-) -> dict[str, FileEntry]:
-    """Write all files of a rank; return their sizes and checksums."""
-    written = write_rank_files(directory, context.rank, pieces, rows, configs)
-    for name in written:
-        context.files.send(directory / name)
-    return written
