@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from flexrlhf.plan.schedule_text import schedule_rows
     from flexrlhf.plan.suggestions import check_fits, lack_text, tightest_rank
     from flexrlhf.rewards.worker_calls import task_scorer
-    from flexrlhf.runs.fingerprints import cpu_builds, needed_requirements
+    from flexrlhf.runs.fingerprints import Fingerprints, cpu_builds
     from flexrlhf.runs.free_space import DiskDemand, DiskNeed
     from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, RunLogger, numbers, sample_table
     from flexrlhf.runs.resume import AUTO, ORDERS, Resumption, resume_runs

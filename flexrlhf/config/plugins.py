@@ -6,7 +6,7 @@ metadata of all installed packages, which takes tens of milliseconds, and from a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -243,8 +243,3 @@ def named_reference(group: str, written: str) -> str:
     """
     found = plugins(group).get(written) if written.replace("-", "_").isidentifier() else None
     return written if found is None else found.reference
-
-
-def plugin_versions(used: Iterable[Plugin]) -> dict[str, str]:
-    """Return package and version of the plug-ins of others among ``used``, by what they are."""
-    return {each.title: f"{each.package} {each.version}" for each in used if not each.is_ours}

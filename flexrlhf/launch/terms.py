@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -15,12 +14,11 @@ from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import shown
 from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, look_for_probes
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.fingerprints import file_digest, input_digests, needed_versions
+from flexrlhf.runs.fingerprints import Fingerprints
 from flexrlhf.text import counted
 
 MOST_NAMED = 3
 SAME_COMMAND = "start the same command with the same files on all machines"
-_PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -57,14 +55,14 @@ class Terms:
     @classmethod
     def of(cls, plans: Sequence[Plan], device: str, nodes: int, restarts: int = 0) -> Terms:
         """Return the terms of this machine. ``device``: of its ranks."""
-        files = sorted(_PACKAGE.rglob("*.py"))
+        fingerprints = Fingerprints(plans)
         return cls(
             nodes=nodes,
             restarts=restarts,
             specs=tuple(plan.spec.with_device(device).dump() for plan in plans),
-            versions=needed_versions(plans),
-            sources={str(file.relative_to(_PACKAGE)): file_digest(file) for file in files},
-            inputs=input_digests(plans),
+            versions=fingerprints.versions(),
+            sources=fingerprints.sources(),
+            inputs=fingerprints.inputs(),
         )
 
     @classmethod

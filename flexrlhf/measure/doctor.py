@@ -20,6 +20,7 @@ from packaging.version import InvalidVersion, Version
 
 from flexrlhf.api import (
     DiskDemand,
+    Fingerprints,
     Hosts,
     Job,
     Plan,
@@ -31,7 +32,6 @@ from flexrlhf.api import (
     check_device,
     check_runs,
     cpu_builds,
-    needed_requirements,
     probed_directories,
     process_directory,
 )
@@ -185,7 +185,7 @@ def _input_problem(plans: Sequence[Plan], device: str) -> str:
 
 def check_libraries(plans: Sequence[Plan]) -> Check:
     """Check the libraries of this machine against the needs of ``plans``."""
-    needed = needed_requirements(plans)
+    needed = Fingerprints(plans).requirements()
     if needed is None:
         return Check(NAME, "warning", "the ranges of versions are unknown", "install this package with pip")
     return judge_libraries(needed, {each.name: _installed(each.name) for each in needed})

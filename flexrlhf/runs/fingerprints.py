@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from os.path import realpath
 from pathlib import Path
@@ -16,7 +17,7 @@ from packaging.requirements import Requirement
 
 from flexrlhf.config.code_checks import imported_files, python_file
 from flexrlhf.config.engines import PEFT, EngineFacts
-from flexrlhf.config.plugins import find_plugin, plugin_versions, plugins
+from flexrlhf.config.plugins import find_plugin, plugins
 from flexrlhf.config.reward_sources import FunctionSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.reasoning_tasks import is_task
@@ -27,24 +28,63 @@ READ_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".safetensors", "
 BLOCK_BYTES, NUM_BLOCKS = 1 << 20, 64
 """Parts of a larger file that are read: all weights of a model differ after one update."""
 _DIGITS = 12
+_PACKAGE = Path(__file__).parents[1]
 LIBRARIES = ("flexrlhf", "torch", "transformers", "tokenizers", "safetensors", "peft", "reasoning-gym")
 """Libraries whose versions are recorded, next to those of engines."""
 
 
-def input_digests(plans: Sequence[Plan]) -> dict[str, str]:
-    """Return the digest of each file that ``plans`` read, by its setting and path.
+@dataclass(frozen=True)
+class Fingerprints:
+    """Fingerprints of the runs of a command.
 
-    A file that an earlier run of the command writes has none, since it does not exist yet. Raises UserError for a
-    Python file that is not there.
+    plans:  of the runs, in order.
     """
-    found: dict[str, str] = {}
-    for index, plan in enumerate(plans):
-        written = [other.spec.directory for other in plans[:index]]
-        for setting, path in _inputs(plan):
-            place = Path(realpath(path))
-            if not _is_below(path, written):
-                found |= {f"{setting} {_name(path, file)}": file_digest(file) for file in _files(place)}
-    return found
+
+    plans: Sequence[Plan]
+
+    def inputs(self) -> dict[str, str]:
+        """Return the digest of each file that the runs read, by its setting and path.
+
+        A file that an earlier run of the command writes has none, since it does not exist yet. Raises UserError for a
+        Python file that is not there.
+        """
+        found: dict[str, str] = {}
+        for index, plan in enumerate(self.plans):
+            written = [other.spec.directory for other in self.plans[:index]]
+            for setting, path in _inputs(plan):
+                place = Path(realpath(path))
+                if not _is_below(path, written):
+                    found |= {f"{setting} {_name(path, file)}": file_digest(file) for file in _files(place)}
+        return found
+
+    def fixed(self) -> dict[str, str]:
+        """Return the digest of each file that a resumed run reads as its first part did, by its setting and name.
+
+        Versions of plug-ins are among them; rows of the data are not: a checkpoint has a digest of the examples.
+        """
+        found: dict[str, str] = {}
+        for plan in self.plans:
+            found |= used_plugins(plan)
+            for setting, path in (*_models(plan), *_code(plan)):
+                found |= {f"{setting} {file.name}": file_digest(file) for file in _files(Path(realpath(path)))}
+        return found
+
+    def requirements(self) -> list[Requirement] | None:
+        """Return the requirements of this package's metadata that the runs need; None if it is not installed."""
+        declared = _declared_requirements()
+        return None if declared is None else needed_libraries(needed_extras(self.plans), declared)
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of Python, this package and the libraries that the runs need."""
+        names = {"python", "flexrlhf"} | {each.name for each in self.requirements() or []}
+        names |= {build for name, build in cpu_builds().items() if name in names}
+        found = {name: found for name, found in library_versions().items() if name in names}
+        return found | {name: text for plan in self.plans for name, text in used_plugins(plan).items()}
+
+    @staticmethod
+    def sources() -> dict[str, str]:
+        """Return the digest of each file of this package."""
+        return {str(file.relative_to(_PACKAGE)): file_digest(file) for file in sorted(_PACKAGE.rglob("*.py"))}
 
 
 def written_inputs(spec: Spec, earlier: Sequence[Path]) -> list[Path]:
@@ -69,18 +109,6 @@ def file_digest(path: Path) -> str:
                 file.seek((size - BLOCK_BYTES) * block // (NUM_BLOCKS - 1))
                 digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()[:_DIGITS]
-
-
-def fixed_inputs(plan: Plan) -> dict[str, str]:
-    """Return the digest of each file that a resumed run reads as its first part did, by its setting and name.
-
-    Versions of plug-ins are among them; rows of the data are not: a checkpoint has a digest of the examples.
-    """
-    return used_plugins(plan) | {
-        f"{setting} {file.name}": file_digest(file)
-        for setting, path in (*_models(plan), *_code(plan))
-        for file in _files(Path(realpath(path)))
-    }
 
 
 def _inputs(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -168,20 +196,6 @@ def needed_libraries(extras: Sequence[str], declared: Sequence[str]) -> list[Req
     return [each for each in found if each.marker is None or any(map(each.marker.evaluate, environments))]
 
 
-def needed_requirements(plans: Iterable[Plan]) -> list[Requirement] | None:
-    """Return the requirements of this package's metadata that ``plans`` need; None if it is not installed."""
-    declared = _declared_requirements()
-    return None if declared is None else needed_libraries(needed_extras(plans), declared)
-
-
-def needed_versions(plans: Sequence[Plan]) -> dict[str, str]:
-    """Return the versions of Python, this package and the libraries that ``plans`` need."""
-    names = {"python", "flexrlhf"} | {each.name for each in needed_requirements(plans) or []}
-    names |= {build for name, build in cpu_builds().items() if name in names}
-    found = {name: found for name, found in library_versions().items() if name in names}
-    return found | {name: text for plan in plans for name, text in used_plugins(plan).items()}
-
-
 def used_plugins(plan: Plan) -> dict[str, str]:
     """Return package and version of the plug-ins of other packages that a run uses, by group and name."""
     spec, references = plan.spec, set()
@@ -195,12 +209,12 @@ def used_plugins(plan: Plan) -> dict[str, str]:
         *(find_plugin("loggers", each.name) for each in spec.loggers),
         *(each for group in ("rewards", "environments") for each in plugins(group).values()),
     ]
-    return plugin_versions(
-        each
+    return {
+        each.title: f"{each.package} {each.version}"
         for each in named
-        if each is not None
+        if each is not None and not each.is_ours
         if each.group not in ("rewards", "environments") or (each.group, each.reference) in references
-    )
+    }
 
 
 def _declared_requirements() -> list[str] | None:

@@ -17,7 +17,7 @@ from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
-from flexrlhf.runs.fingerprints import fixed_inputs
+from flexrlhf.runs.fingerprints import Fingerprints
 from flexrlhf.runs.manifest import Manifest, Progress
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.text import counted
@@ -200,7 +200,7 @@ def _changes(plan: Plan, before: Spec, inputs: Mapping[str, str] | None) -> list
     changes = [f"{key} was {was} and is {now}" for key, was, now in before.type_changes(plan.spec)]
     if inputs is None:
         return [*changes, "its checkpoint is of an older version, so that models and code are not compared"]
-    found = fixed_inputs(plan)
+    found = Fingerprints([plan]).fixed()
     for name in {**inputs, **found}:
         if name not in found or name not in inputs:
             changes.append(f"{name} is {'missing' if name in inputs else 'new'}")

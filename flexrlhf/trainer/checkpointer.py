@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.errors import RunStopped
 from flexrlhf.runs.durable_files import FileEntry
-from flexrlhf.runs.fingerprints import fixed_inputs
+from flexrlhf.runs.fingerprints import Fingerprints
 from flexrlhf.runs.manifest import Progress
 from flexrlhf.runs.tensor_files import Piece
 from flexrlhf.trainer.checkpoint_pieces import (
@@ -77,7 +77,9 @@ class Checkpointer(Observer):
         self._writing: _Writing | None = None
         self._pending: list[int] = []
         # as they are now: a file may be edited while the run reads it no more
-        self._inputs = self._thread.submit(fixed_inputs, self._context.plan) if self._context.rank == 0 else None
+        self._inputs = (
+            self._thread.submit(Fingerprints([self._context.plan]).fixed) if self._context.rank == 0 else None
+        )
         self.last_step: int | None = None
         """The step after the newest checkpoint that this rank has begun to write."""
 

@@ -21,7 +21,7 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
 from flexrlhf.runs.durable_files import write_durably
-from flexrlhf.runs.fingerprints import fixed_inputs
+from flexrlhf.runs.fingerprints import Fingerprints
 from flexrlhf.runs.manifest import (
     Manifest,
     Progress,
@@ -107,7 +107,7 @@ def written_checkpoint(plan: Plan, next_step: int) -> Path:
     entry = write_durably(directory / "actor-00000.safetensors", bytes(range(200)))
     progress = Progress(next_step, {"actor": {"updates": 4.0}}, {"actor": next_step}, {}, {}, {})
     files = {"actor-00000.safetensors": entry}
-    written = Manifest(plan.spec.dump(), "digest", {"torch": "2"}, files, progress, fixed_inputs(plan))
+    written = Manifest(plan.spec.dump(), "digest", {"torch": "2"}, files, progress, Fingerprints([plan]).fixed())
     written.write(directory)
     return directory
 

@@ -26,7 +26,7 @@ from flexrlhf.guideline.costs.profiles import PROFILES, profile_of
 from flexrlhf.launch.job import Job
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.runs.fingerprints import fixed_inputs, needed_versions
+from flexrlhf.runs.fingerprints import Fingerprints
 
 Install = Callable[..., None]
 RUN: dict[str, Any] = {
@@ -87,8 +87,8 @@ def test_a_run_of_a_guests_parts_is_planned_and_written(install: Install) -> Non
     plan = make_plan(spec)
     assert plan.placement["actor"].facts.constructor == "guest.engine:GuestEngine"
     used = {f"{each} guest": "guest 1.2" for each in ("algorithm", "engine", "logger", "reward")}
-    assert {name: text for name, text in fixed_inputs(plan).items() if name in used} == used
-    assert used.items() <= needed_versions([plan]).items()
+    assert {name: text for name, text in Fingerprints([plan]).fixed().items() if name in used} == used
+    assert used.items() <= Fingerprints([plan]).versions().items()
 
 
 def test_an_environment_has_a_guests_name(install: Install) -> None:

@@ -18,7 +18,7 @@ from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.placement.protocols import _splits
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.runs.fingerprints import input_digests
+from flexrlhf.runs.fingerprints import Fingerprints
 from flexrlhf.strategies.instructions import Move, Run
 from flexrlhf.trainer.rank_runs import check_splits
 from flexrlhf.user_code import planning_calls
@@ -75,7 +75,9 @@ def test_a_simulation_prices_the_fullest_replica() -> None:
 
 def test_files_of_protocols_are_compared_between_machines() -> None:
     plan = plan_of(None, 2, protocols(generate="round_robin"))
-    assert any(key.startswith("algorithm.protocols.generate") and "splits.py" in key for key in input_digests([plan]))
+    assert any(
+        key.startswith("algorithm.protocols.generate") and "splits.py" in key for key in Fingerprints([plan]).inputs()
+    )
 
 
 @pytest.mark.parametrize(
