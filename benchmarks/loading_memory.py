@@ -84,13 +84,13 @@ def write_checkpoint(directory: Path, parameters: float) -> int:
     import torch
     from transformers import AutoConfig
 
-    from flexrlhf.runs.model_directory import TensorForm, model_writer
+    from flexrlhf.runs.model_directory import ModelDirectory
     from flexrlhf.weights.families import decoder_shapes
 
     config = model_config(parameters)
     shapes = decoder_shapes(config)
-    forms = {name: TensorForm(shape, torch.bfloat16) for name, shape in shapes.items()}
-    with model_writer(directory, forms, AutoConfig.for_model(**config), None) as files:
+    forms = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    with ModelDirectory(directory).writer(forms, AutoConfig.for_model(**config)) as files:
         for name in sorted(shapes):
             files.write({name: torch.randn(shapes[name], dtype=torch.bfloat16) * 0.02})
     return count_elements(tuple(shapes.items()))
@@ -198,8 +198,10 @@ def _context(case: Case, directory: Path, world: Any, groups: Any) -> Any:
 
 def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: bool) -> None:
     """Gather the weights bucket by bucket; the first rank writes them, all at the end if ``is_whole``."""
+    import torch
+
     from flexrlhf.comm.weights import WeightGather
-    from flexrlhf.runs.model_directory import TensorForm, model_writer, save_model
+    from flexrlhf.runs.model_directory import ModelDirectory
     from flexrlhf.weights.shapes import model_shape
 
     placed, live = context.placed, engine.weights()
@@ -220,10 +222,10 @@ def _save(engine: Any, context: Any, groups: Any, directory: Path, is_whole: boo
             pass
     elif is_whole:
         kept = {name: tensor.clone() for bucket in buckets for name, tensor in bucket.items()}
-        save_model(directory, kept, engine.config, None)
+        ModelDirectory(directory).save(kept, engine.config)
     else:
-        forms = {name: TensorForm(size, dtype) for name, size in shape.parameters}
-        with model_writer(directory, forms, engine.config, None) as files:
+        forms = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in shape.parameters}
+        with ModelDirectory(directory).writer(forms, engine.config) as files:
             for bucket in buckets:
                 files.write(bucket)
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from flexrlhf.launch.local import LocalLauncher
     from flexrlhf.launch.rendezvous import JOIN_SECONDS, LOOPBACK, NodeRendezvous
     from flexrlhf.launch.start import STOPPED, end_between_attempts, launch, run_on_ranks
-    from flexrlhf.runs.model_directory import save_model
+    from flexrlhf.runs.model_directory import ModelDirectory
     from flexrlhf.runs.recorded_columns import Arrival, RecordedColumn, RecordedColumns
     from flexrlhf.trainer.controllers import Controllers
     from flexrlhf.trainer.execution import OperatorRun

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flexrlhf.api import BatchShape, Layout, ModelName, ModelShape, Move, PlacedModel, SyncPlan, Transfer
-from flexrlhf.api.engine import ColumnMover, LoadedModel, RowPacking, RowStore, SyncChannel, WeightMover, save_model
+from flexrlhf.api.engine import ColumnMover, LoadedModel, ModelDirectory, RowPacking, RowStore, SyncChannel, WeightMover
 from flexrlhf.guideline.costs.measurements import LinearTime, MeasuredPrimitive
 from flexrlhf.measure.model_calls import ProfileContext
 from flexrlhf.measure.stopwatch import TimedCall
@@ -151,7 +151,7 @@ def measure_save(context: ProfileContext, loaded: LoadedModel, directory: Path) 
     calls = {}
     for size in SAVE_SIZES:
         weights = {"weights": torch.zeros(size)}
-        calls[str(4 * size)] = partial(save_model, directory / str(size), weights, config, tokenizer)
+        calls[str(4 * size)] = partial(ModelDirectory(directory / str(size), tokenizer).save, weights, config)
     skipped = frozenset(calls) if context.rank else frozenset[str]()
     timings = context.stopwatch.time(calls, context.budget, skipped)
     return fit([(0.0, float(name), timing.seconds) for name, timing in timings.items()])

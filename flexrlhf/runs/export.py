@@ -28,14 +28,7 @@ from flexrlhf.errors import UserError, nearest
 from flexrlhf.plan.hub_names import in_cache
 from flexrlhf.plan.run_tokenizer import end_tokens, load_tokenizer, saved_template, usage_files
 from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
-from flexrlhf.runs.model_directory import (
-    TOKENIZER_FILES,
-    SavedAdapters,
-    TensorForm,
-    forms_of,
-    model_writer,
-    save_adapters,
-)
+from flexrlhf.runs.model_directory import TOKENIZER_FILES, ModelDirectory, SavedAdapters
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
 from flexrlhf.weights.adapter_files import ADAPTER_CONFIG, frozen_model, has_adapters
@@ -98,22 +91,21 @@ class TrainedModel:
         one in which a run saves the model. ``replaces``: another model there is replaced. Raises UserError.
         """
         _check_output(output, replaces)
+        directory = ModelDirectory(output, self.tokenizer, self.usage)
         chosen = DTYPES[_saved_type(self.settings) if dtype == "auto" else dtype]
         lora = self.settings.lora
         if lora is not None and not merge_adapters:
             tensors = {name: self.tensor(name).to(chosen) for name in self.names}
-            save_adapters(output, tensors, self.settings, self.tokenizer, texts=self.usage)
+            directory.save_adapters(tensors, self.settings)
             return
         config = AutoConfig.for_model(**json.loads(self.config))
         config.dtype = chosen
         base = _base_tensors(self.settings)
         read = _reader(self, base)
         names = sorted({*base, *(name for name in self.names if lora is None or ".lora_" not in name)})
-        forms: dict[str, TensorForm] = {}
         types = {name: torch.float32 if ParameterName(name).is_router_bias else chosen for name in names}
-        for name in names:
-            forms |= forms_of({name: read(name).to(types[name])})
-        with model_writer(output, forms, config, self.tokenizer, texts=self.usage) as files:
+        forms = {name: read(name).to("meta", types[name]) for name in names}
+        with directory.writer(forms, config) as files:
             for name in names:
                 files.write({name: read(name).to(types[name])})
 

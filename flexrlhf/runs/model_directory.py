@@ -12,7 +12,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,18 +66,11 @@ class TensorForm:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-Forms = Mapping[str, TensorForm]
-
-
-def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
-    """Return the shapes and types of ``tensors``."""
-    return {name: TensorForm(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-
-
 class ModelFiles:
     """Files of a model in ``directory`` that are being written, in the order of the names of its parameters.
 
-    forms:   of the parameters, each of which is one tensor or several (``weights/expert_files.py``).
+    forms:   tensors of the shapes and types of the parameters, each of which is stored as one tensor or several
+             (``weights/expert_files.py``).
     family:  of the model.
     writer:  of the files that several write in turns: its number, and how many they are. The first writes the index.
 
@@ -87,13 +80,13 @@ class ModelFiles:
     def __init__(
         self,
         directory: Path,
-        forms: Forms,
+        forms: Mapping[str, Tensor],
         shard_bytes: int = SHARD_BYTES,
         family: str = "",
         writer: tuple[int, int] = (0, 1),
     ) -> None:
         self._directory = directory
-        self._pieces = {name: list(file_pieces(family, name, forms[name].shape)) for name in sorted(forms)}
+        self._pieces = {name: list(file_pieces(family, name, tuple(forms[name].shape))) for name in sorted(forms)}
         self._forms = {
             piece.name: TensorForm(piece.shape, forms[name].dtype)
             for name, pieces in self._pieces.items()
@@ -174,7 +167,7 @@ def _named_errors(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def _header(forms: Forms) -> bytes:
+def _header(forms: Mapping[str, TensorForm]) -> bytes:
     """Return a file's header: its length as 8 bytes, and JSON with the place of each tensor, padded."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
@@ -211,52 +204,111 @@ def _blocks(tensor: Tensor, form: TensorForm) -> Iterator[memoryview]:
         yield block.clone().numpy().data
 
 
-@contextmanager
-def model_writer(
-    directory: Path,
-    forms: Forms,
-    config: Any,
-    tokenizer: str | None,
-    best: Mapping[str, Any] | None = None,
-    texts: Mapping[str, str] | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    writers: int = 1,
-    mark: str = "",
-) -> Iterator[ModelFiles]:
-    """Yield the files of a model, to write its tensors into, next to its config and the tokenizer's files.
+@dataclass(frozen=True)
+class ModelDirectory:
+    """Directory of a model, filled under another name, which it loses once all is written.
 
-    forms:        shapes and types of all tensors.
-    best:         contents of ``best.json``, for a best model.
-    texts:        further files, in the place of the tokenizer's if they have the same name.
-    shard_bytes:  most bytes of weights in a file.
-    writers:      processes that write files in turns, of which this is the first and the others ``share_writer``; they
-                  have closed theirs when the body ends.
-    mark:         part of the name that the directory has while it is written.
+    path:       its final name, also that of the model that it replaces.
+    tokenizer:  directory with the tokenizer's files, which are copied; None: none are.
+    texts:      further files, in the place of the tokenizer's if they have the same name.
+    best:       contents of ``best.json``, for a best model.
     """
-    with _replacing(directory, tokenizer, best, texts, mark) as fresh:
-        config.save_pretrained(fresh)
-        with _closing(ModelFiles(fresh, forms, shard_bytes, config.model_type, (0, writers))) as files:
-            yield files
+
+    path: Path
+    tokenizer: str | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    best: Mapping[str, Any] | None = None
+
+    def save(self, weights: Mapping[str, Tensor], config: Any) -> None:
+        """Write config, weights and the other files."""
+        with self.writer(weights, config) as files:
+            files.write(weights)
+
+    @contextmanager
+    def writer(
+        self,
+        forms: Mapping[str, Tensor],
+        config: Any,
+        shard_bytes: int = SHARD_BYTES,
+        writer: tuple[int, int] = (0, 1),
+        mark: str = "",
+    ) -> Iterator[ModelFiles]:
+        """Yield the files of a model, to write its tensors into, next to its config and the other files.
+
+        forms:        tensors of the shapes and types of all of its, on any device.
+        shard_bytes:  most bytes of weights in a file.
+        writer:       number of this process among those that write files in turns, and how many they are. The others
+                      have closed theirs when the first one's body ends; if one of them fails nothing is left.
+        mark:         part of the name that the directory has while it is written.
+        """
+        number, _ = writer
+        with self._replaced(mark) if number == 0 else _removed_on_failure(self._fresh(mark)) as fresh:
+            if number == 0:
+                config.save_pretrained(fresh)
+            with _closing(ModelFiles(fresh, forms, shard_bytes, config.model_type, writer)) as files:
+                yield files
+
+    def save_adapters(self, weights: Mapping[str, Tensor], model: ModelSpec, head: Head = "scalar") -> None:
+        """Write a directory that ``peft.PeftModel.from_pretrained(base, directory)`` reads, with a scalar head if any.
+
+        ``head`` "both": the scalar head is in the files alone, since peft reads them as a causal model's.
+        """
+        from peft import LoraConfig
+
+        assert model.lora is not None, "a model without adapters has none to save"
+        of_experts = sorted(
+            {name.rpartition(".")[2] for name in weights if ".lora_" in name and ParameterName(name).is_of_experts}
+        )
+        linear = (name for name in weights if ".lora_" in name and not ParameterName(name).is_of_experts)
+        targets = sorted({name.split(".lora_")[0].split(".")[-1] for name in linear})
+        modules = ["score"] if ParameterName.SCALAR_HEAD in weights and head != "both" else None
+        config = LoraConfig(
+            r=model.lora.rank,
+            lora_alpha=model.lora.alpha,
+            target_modules=targets,
+            target_parameters=[f"mlp.experts.{name}" for name in of_experts] or None,
+            modules_to_save=modules,
+            base_model_name_or_path=frozen_model("", model).path,
+            task_type="SEQ_CLS" if modules else "CAUSAL_LM",
+            inference_mode=True,
+        )
+        tensors = dict(_as_peft(name, tensor, of_experts) for name, tensor in weights.items())
+        with self._replaced() as fresh:
+            config.save_pretrained(fresh)
+            save_tensors(tensors, fresh / "adapter_model.safetensors")
+
+    def _fresh(self, mark: str) -> Path:
+        """Return the name of the directory while it is filled."""
+        return self.path.with_name(f"{self.path.name}{mark}.writing")
+
+    @contextmanager
+    def _replaced(self, mark: str = "") -> Iterator[Path]:
+        """Yield a directory to fill; it gets the other files and then its final name."""
+        fresh = self._fresh(mark)
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        try:
+            yield fresh
+            for name in TOKENIZER_FILES:
+                if self.tokenizer is not None and (Path(self.tokenizer) / name).is_file():
+                    shutil.copy(Path(self.tokenizer) / name, fresh / name)
+            for name, text in self.texts.items():
+                (fresh / name).write_text(text, encoding="utf-8")
+            if self.best is not None:
+                (fresh / BEST).write_text(json.dumps(self.best) + "\n")
+            replace_directory(fresh, self.path)
+        finally:
+            # where it has no final name: Ctrl-C, a full disk
+            shutil.rmtree(fresh, ignore_errors=True)
 
 
 @contextmanager
-def share_writer(
-    directory: Path, forms: Forms, family: str, shard_bytes: int, writer: tuple[int, int], mark: str
-) -> Iterator[ModelFiles]:
-    """Yield the files that a further writer writes of a model, with the arguments of ``model_writer`` and
-    ``ModelFiles``. If it fails nothing is left of the model."""
-    fresh = _fresh(directory, mark)
+def _removed_on_failure(fresh: Path) -> Iterator[Path]:
     try:
-        with _closing(ModelFiles(fresh, forms, shard_bytes, family, writer)) as files:
-            yield files
+        yield fresh
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-
-
-def _fresh(directory: Path, mark: str) -> Path:
-    """Return the directory that is filled before it replaces ``directory``."""
-    return directory.with_name(f"{directory.name}{mark}.writing")
 
 
 @contextmanager
@@ -267,58 +319,6 @@ def _closing(files: ModelFiles) -> Iterator[ModelFiles]:
         files.close(is_complete=False)
         raise
     files.close()
-
-
-def save_model(
-    directory: Path,
-    weights: Mapping[str, Tensor],
-    config: Any,
-    tokenizer: str | None,
-    best: Mapping[str, Any] | None = None,
-    texts: Mapping[str, str] | None = None,
-) -> None:
-    """Write config, weights and the tokenizer's files, with the arguments of ``model_writer``."""
-    with model_writer(directory, forms_of(weights), config, tokenizer, best, texts) as files:
-        files.write(weights)
-
-
-def save_adapters(
-    directory: Path,
-    weights: Mapping[str, Tensor],
-    model: ModelSpec,
-    tokenizer: str | None,
-    head: Head = "scalar",
-    best: Mapping[str, Any] | None = None,
-    texts: Mapping[str, str] | None = None,
-) -> None:
-    """Write a directory that ``peft.PeftModel.from_pretrained(base, directory)`` reads, with a scalar head if any.
-
-    ``head`` "both": the scalar head is in the files alone, since peft reads them as a causal model's. ``best``,
-    ``texts``: as of ``save_model``.
-    """
-    from peft import LoraConfig
-
-    assert model.lora is not None, "a model without adapters has none to save"
-    of_experts = sorted(
-        {name.rpartition(".")[2] for name in weights if ".lora_" in name and ParameterName(name).is_of_experts}
-    )
-    linear = (name for name in weights if ".lora_" in name and not ParameterName(name).is_of_experts)
-    targets = sorted({name.split(".lora_")[0].split(".")[-1] for name in linear})
-    modules = ["score"] if ParameterName.SCALAR_HEAD in weights and head != "both" else None
-    config = LoraConfig(
-        r=model.lora.rank,
-        lora_alpha=model.lora.alpha,
-        target_modules=targets,
-        target_parameters=[f"mlp.experts.{name}" for name in of_experts] or None,
-        modules_to_save=modules,
-        base_model_name_or_path=frozen_model("", model).path,
-        task_type="SEQ_CLS" if modules else "CAUSAL_LM",
-        inference_mode=True,
-    )
-    tensors = dict(_as_peft(name, tensor, of_experts) for name, tensor in weights.items())
-    with _replacing(directory, tokenizer, best, texts) as fresh:
-        config.save_pretrained(fresh)
-        save_tensors(tensors, fresh / "adapter_model.safetensors")
 
 
 def _as_peft(name: str, tensor: Tensor, of_experts: Sequence[str]) -> tuple[str, Tensor]:
@@ -335,7 +335,7 @@ def _as_peft(name: str, tensor: Tensor, of_experts: Sequence[str]) -> tuple[str,
 
 
 class SavedAdapters:
-    """Adapters in a directory that ``save_adapters`` has written, by the names of a model's parameters.
+    """Adapters in a directory that ``ModelDirectory.save_adapters`` has written, by the names of a model's parameters.
 
     names:         sorted; a scalar head is among them.
     gives_scores:  whether the model has that head in place of a language head.
@@ -377,30 +377,3 @@ def _from_peft(name: str, of_experts: Sequence[str]) -> str:
         return f"{path}.{matrix}.{ParameterName.ADAPTER}.weight"
     target = of_experts[-1] if plain != path else of_experts[0]
     return f"{plain}.{matrix}.{ParameterName.ADAPTER}.{target}"
-
-
-@contextmanager
-def _replacing(
-    directory: Path,
-    tokenizer: str | None,
-    best: Mapping[str, Any] | None,
-    texts: Mapping[str, str] | None,
-    mark: str = "",
-) -> Iterator[Path]:
-    """Yield a directory to fill; it gets the tokenizer's files and then replaces ``directory``."""
-    fresh = _fresh(directory, mark)
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    try:
-        yield fresh
-        for name in TOKENIZER_FILES:
-            if tokenizer is not None and (Path(tokenizer) / name).is_file():
-                shutil.copy(Path(tokenizer) / name, fresh / name)
-        for name, text in (texts or {}).items():
-            (fresh / name).write_text(text, encoding="utf-8")
-        if best is not None:
-            (fresh / BEST).write_text(json.dumps(best) + "\n")
-        replace_directory(fresh, directory)
-    finally:
-        # where it has no final name: Ctrl-C, a full disk
-        shutil.rmtree(fresh, ignore_errors=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.plan.run_tokenizer import saved_template, usage_files
-from flexrlhf.runs.model_directory import ModelFiles, TensorForm, model_writer, save_adapters, share_writer
+from flexrlhf.runs.model_directory import ModelDirectory
 from flexrlhf.strategies.instructions import Save
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
@@ -40,6 +40,13 @@ class _Gathering:
     index: int
     live: Mapping[str, Tensor]
     dtype: torch.dtype
+
+    @cached_property
+    def forms(self) -> dict[str, Tensor]:
+        """Tensors of the shapes and types of all that is saved, on the meta device."""
+        shapes = self.model.shape.of_copy(self.model.placed).trained
+        types = {name: torch.float32 if ParameterName(name).is_router_bias else self.dtype for name, _ in shapes}
+        return {name: torch.empty(shape, dtype=types[name], device="meta") for name, shape in shapes}
 
     def bucket(self, bucket: SavedBucket, target: int = 0) -> dict[str, Tensor]:
         """Return the weights of ``bucket`` on the rank of the group at index ``target``; on others they may not all be
@@ -81,15 +88,15 @@ class ModelSaver:
         dtype = DTYPES[saved_type(model.placed, model.shape)]
         gather = WeightGather(group, ranks, shards, self._context.wait)
         gathering = _Gathering(model, gather, ranks.index(self._context.rank), model.engine.weights(), dtype)
-        directory = self._context.directory.path / name
+        path = self._context.directory.path / name
         if model.placed.settings.lora is not None:
-            self._save_adapters(gathering, directory, best)
+            self._save_adapters(gathering, path, best)
         else:
-            self._save_files(gathering, directory, step, best)
+            self._save_files(gathering, path, step, best)
         if gathering.index == 0:
-            self._context.files.send_directory(directory)
+            self._context.files.send_directory(path)
 
-    def _save_adapters(self, gathering: _Gathering, directory: Path, best: Mapping[str, Any] | None) -> None:
+    def _save_adapters(self, gathering: _Gathering, path: Path, best: Mapping[str, Any] | None) -> None:
         """Gather all adapters; the first rank writes them."""
         placed, weights = gathering.model.placed, dict[str, Tensor]()
         (file,) = self._files(gathering, "", math.inf)
@@ -98,51 +105,38 @@ class ModelSaver:
             if gathering.index == 0:
                 weights |= {name: each.to("cpu", copy=True) for name, each in found.items()}
         if gathering.index == 0:
-            tokenizer, texts = self._context.data.tokenizer, self._texts(gathering.model)
-            save_adapters(directory, weights, placed.settings, tokenizer, placed.head, best, texts)
+            self._directory(gathering, path, best).save_adapters(weights, placed.settings, placed.head)
 
-    def _save_files(self, gathering: _Gathering, directory: Path, step: int, best: Mapping[str, Any] | None) -> None:
+    def _save_files(self, gathering: _Gathering, path: Path, step: int, best: Mapping[str, Any] | None) -> None:
         """Gather the weights bucket by bucket; ranks write the files in turns.
 
         Where machines have directories of their own the first rank writes all.
         """
         config = copy.deepcopy(gathering.model.engine.config)
         config.dtype = gathering.dtype
-        files = self._files(gathering, config.model_type, self._context.plan.spec.save.shard_bytes)
+        shard_bytes = self._context.plan.spec.save.shard_bytes
+        files = self._files(gathering, config.model_type, shard_bytes)
         writers = 1 if self._context.files.are_copied else min(len(gathering.gather.ranks), len(files))
         if gathering.index >= writers:
             _write_files(gathering, files, writers, None)
         else:
             # other machines may take the directory of an earlier step for this one, for seconds, by its name
-            with self._writer(gathering, config, directory, writers, f"-{step}", best) as written:
-                _write_files(gathering, files, writers, written)
+            own, directory = (gathering.index, writers), self._directory(gathering, path, best)
+            with directory.writer(gathering.forms, config, shard_bytes, own, f"-{step}") as written:
+                _write_files(gathering, files, writers, written.write)
                 if gathering.index == 0 and writers > 1:
                     gathering.gather.meet(self._context.world.device)
         if gathering.index > 0 and writers > 1:
             gathering.gather.meet(self._context.world.device)
 
-    def _writer(
-        self,
-        gathering: _Gathering,
-        config: Any,
-        directory: Path,
-        writers: int,
-        mark: str,
-        best: Mapping[str, Any] | None,
-    ) -> AbstractContextManager[ModelFiles]:
-        """Return the files that this rank writes, one of ``writers``."""
-        model, shard_bytes = gathering.model, self._context.plan.spec.save.shard_bytes
-        forms = {
-            name: TensorForm(shape, torch.float32 if ParameterName(name).is_router_bias else gathering.dtype)
-            for name, shape in model.shape.of_copy(model.placed).trained
-        }
+    def _directory(self, gathering: _Gathering, path: Path, best: Mapping[str, Any] | None) -> ModelDirectory:
+        """Return the directory of the model, of which the first rank writes all but weights."""
         if gathering.index > 0:
-            return share_writer(directory, forms, config.model_type, shard_bytes, (gathering.index, writers), mark)
-        tokenizer, texts = self._context.data.tokenizer, self._texts(model)
-        return model_writer(directory, forms, config, tokenizer, best, texts, shard_bytes, writers, mark)
+            return ModelDirectory(path)
+        return ModelDirectory(path, self._context.data.tokenizer, self._texts(gathering.model), best)
 
     def _files(self, gathering: _Gathering, family: str, shard_bytes: float) -> list[SavedFile]:
-        shapes = dict(gathering.model.shape.of_copy(gathering.model.placed).trained)
+        shapes = {name: tuple(form.shape) for name, form in gathering.forms.items()}
         bucket_bytes = self._context.plan.spec.sync.bucket_bytes
         return SavedFile.all_of(family, shapes, gathering.dtype.itemsize, bucket_bytes, shard_bytes)
 
@@ -155,10 +149,15 @@ class ModelSaver:
         return usage_files(template, policy, data.eos_token_ids, data.pad_token_id)
 
 
-def _write_files(gathering: _Gathering, files: Sequence[SavedFile], writers: int, written: ModelFiles | None) -> None:
+def _write_files(
+    gathering: _Gathering,
+    files: Sequence[SavedFile],
+    writers: int,
+    write: Callable[[Mapping[str, Tensor], range | None, str], None] | None,
+) -> None:
     """Gather a bucket for a file of each of ``writers``, then the next ones, so that all write at the same time.
 
-    written:  files of this rank; None if it is no writer.
+    write:  writes weights, with the range of their experts, to a file of this rank; None if it is no writer.
     """
     for first in range(0, len(files), writers):
         side_by_side = files[first : first + writers]
@@ -171,5 +170,5 @@ def _write_files(gathering: _Gathering, files: Sequence[SavedFile], writers: int
                         # it waits in host memory: the device's is for the others'
                         own = {name: each.to("cpu") for name, each in found.items()} if writers > 1 else found
                     del found
-            if own and written is not None:
-                written.write(own, buckets[gathering.index].experts, side_by_side[gathering.index].name)
+            if own and write is not None:
+                write(own, buckets[gathering.index].experts, side_by_side[gathering.index].name)

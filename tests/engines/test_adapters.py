@@ -29,7 +29,7 @@ from flexrlhf.engines.models import load_model
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import COLUMNS
 from flexrlhf.runs.export import TrainedModel
-from flexrlhf.runs.model_directory import SavedAdapters, save_adapters
+from flexrlhf.runs.model_directory import ModelDirectory, SavedAdapters
 
 peft = pytest.importorskip("peft")
 
@@ -143,7 +143,7 @@ def saved(engine: TorchEngine, directory: Path, **settings: Any) -> Path:
     weights = {
         name: w.contiguous() for name, w in engine.weights().items() if ".default." in name or name == "score.weight"
     }
-    save_adapters(directory / "actor", weights, placed("actor", **settings).settings, tokenizer=None)
+    ModelDirectory(directory / "actor").save_adapters(weights, placed("actor", **settings).settings)
     return directory / "actor"
 
 

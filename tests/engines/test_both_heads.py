@@ -36,7 +36,7 @@ from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Column
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
-from flexrlhf.runs.model_directory import save_adapters, save_model
+from flexrlhf.runs.model_directory import ModelDirectory
 from flexrlhf.weights.shapes import model_shape
 
 peft = pytest.importorskip("peft")
@@ -302,7 +302,7 @@ def test_planned_shapes_equal_loaded_ones(family: str, tied: bool, tmp_path: Pat
     planned = model_shape("actor", settings, "both")
     assert planned is not None and planned.parameters == found
     # and so of the files that are written
-    save_model(tmp_path / "saved", {name: w.detach() for name, w in model.named_parameters()}, model.config, None)
+    ModelDirectory(tmp_path / "saved").save({name: w.detach() for name, w in model.named_parameters()}, model.config)
     for head in ("both", "causal"):
         assert model_shape("actor", ModelSpec(path=str(tmp_path / "saved")), head) == model_shape(
             "actor", settings, head
@@ -311,7 +311,7 @@ def test_planned_shapes_equal_loaded_ones(family: str, tied: bool, tmp_path: Pat
 
 def saved(engine: TorchEngine, directory: Path) -> str:
     weights = {name: weight.clone().contiguous() for name, weight in engine.weights().items()}
-    save_model(directory / "model", weights, engine.config, None)
+    ModelDirectory(directory / "model").save(weights, engine.config)
     return str(directory / "model")
 
 
@@ -347,7 +347,7 @@ def test_peft_reads_the_adapters_of_a_saved_model_as_a_policy(tmp_path: Path) ->
     engine = trunk(path=base, optimizer=FAST, lora=LORA)
     train(engine, 2, shared())
     weights = {n: w.clone().contiguous() for n, w in engine.weights().items() if ".lora_" in n or n == "score.weight"}
-    save_adapters(tmp_path / "adapters", weights, ModelSpec(path=base, lora=LoraSpec(**LORA)), None, "both")
+    ModelDirectory(tmp_path / "adapters").save_adapters(weights, ModelSpec(path=base, lora=LoraSpec(**LORA)), "both")
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapters")).eval()
     batch = mini_batch()

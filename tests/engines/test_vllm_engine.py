@@ -65,7 +65,7 @@ from flexrlhf.engines.vllm.restarts import RolloutProcessError  # noqa: E402
 from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing  # noqa: E402
 from flexrlhf.memory.engine_bytes import model_state  # noqa: E402
 from flexrlhf.operators.columns import Lengths  # noqa: E402
-from flexrlhf.runs.model_directory import save_adapters, save_model  # noqa: E402
+from flexrlhf.runs.model_directory import ModelDirectory  # noqa: E402
 from flexrlhf.weights.shapes import model_shape  # noqa: E402
 
 Columns = dict[str, Tensor]
@@ -214,7 +214,7 @@ def test_families(init: dict[str, Any]) -> None:
 def test_files_with_a_value_head_are_read_as_a_policy(tmp_path: Path) -> None:
     model, batch = placed(), prompts(4)
     trunk = load_model(replace(model, head="both"), SEED + 1)
-    save_model(tmp_path / "trunk", {n: w.detach() for n, w in trunk.named_parameters()}, trunk.config, None)
+    ModelDirectory(tmp_path / "trunk").save({n: w.detach() for n, w in trunk.named_parameters()}, trunk.config)
     settings = model.settings.model_copy(update={"path": str(tmp_path / "trunk"), "init": None})
     made = VllmEngine(engine_context(replace(model, settings=settings)))
     check(made.generate(batch, sampling()), batch, reference(load_model(model, SEED + 1), batch, sampling()))
@@ -488,7 +488,7 @@ def test_adapters_alone_change_the_policy(process: str, tmp_path: Path) -> None:
             if name in adapted.adapters:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     stored = {name: each.detach() for name, each in trained.named_parameters() if name in adapted.adapters}
-    save_adapters(tmp_path / "adapters", stored, model.settings, tokenizer=None)
+    ModelDirectory(tmp_path / "adapters").save_adapters(stored, model.settings)
     start = {"path": str(tmp_path / "adapters"), "lora": lora.model_copy(update={"new": False})}
     model = replace(model, settings=model.settings.model_copy(update=start))
     made, expected = VllmEngine(engine_context(model)), reference(trained, batch, sampling())

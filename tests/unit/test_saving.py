@@ -8,6 +8,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flexrlhf.runs.model_directory import ModelFiles, TensorForm, forms_of, model_writer, save_model, share_writer
+from flexrlhf.runs.model_directory import ModelDirectory, ModelFiles
 from flexrlhf.weights.model_files import stored_tensors
 from flexrlhf.weights.saving import SavedFile, split_files
 
@@ -39,7 +40,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 def test_a_small_model_is_the_file_that_safetensors_writes(dtype: torch.dtype, tmp_path: Path) -> None:
     """To the byte; tensors may arrive in any layout and from views."""
     weights = tensors(dtype)
-    files = ModelFiles(tmp_path, forms_of(weights))
+    files = ModelFiles(tmp_path, weights)
     for name in sorted(weights):
         files.write({name: weights[name].t().contiguous().t() if weights[name].ndim == 2 else weights[name]})
     files.close()
@@ -51,13 +52,13 @@ def test_a_small_model_is_the_file_that_safetensors_writes(dtype: torch.dtype, t
 def test_weights_can_be_offloaded_after_they_were_written(tmp_path: Path) -> None:
     """numpy keeps the memory of a tensor that it has a view of from being freed."""
     weights = tensors()
-    ModelFiles(tmp_path, forms_of(weights)).write(weights)
+    ModelFiles(tmp_path, weights).write(weights)
     assert all(weight.untyped_storage().resizable() for weight in weights.values())
 
 
 def test_shards_have_at_most_their_size_and_an_index(tmp_path: Path) -> None:
     weights = tensors()
-    files = ModelFiles(tmp_path, forms_of(weights), shard_bytes=50)
+    files = ModelFiles(tmp_path, weights, shard_bytes=50)
     files.write({name: weights[name] for name in sorted(weights)[:3]})
     files.write({name: weights[name] for name in sorted(weights)[3:]})
     files.close()
@@ -91,7 +92,7 @@ def test_transformers_loads_shards(tmp_path: Path, family: str) -> None:
     config = AutoConfig.for_model(**CONFIG | {"model_type": family} | (experts if family != "llama" else {}))
     plain = AutoModelForCausalLM.from_config(config)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
-    with model_writer(tmp_path / "actor", forms_of(weights), plain.config, None, shard_bytes=4000) as files:
+    with ModelDirectory(tmp_path / "actor").writer(weights, plain.config, shard_bytes=4000) as files:
         # as they are gathered: a few experts of a large layer at a time
         for name, part, experts in gathered(family, weights):
             files.write(part, experts, name)
@@ -119,12 +120,12 @@ def test_several_writers_write_the_bytes_of_one(tmp_path: Path, family: str) -> 
     config, experts = AutoConfig.for_model(**CONFIG | {"model_type": family}), torch.randn(5, 24, 16)
     weights = tensors() | {f"layers.{index}.mlp.experts.gate_up_proj": experts + index for index in range(2)}
     alone, several = tmp_path / "alone", tmp_path / "several"
-    forms = forms_of(weights)
-    with model_writer(alone, forms, config, None, shard_bytes=4000) as files:
+    with ModelDirectory(alone).writer(weights, config, shard_bytes=4000) as files:
         files.write(weights)
-    with model_writer(several, forms, config, None, shard_bytes=4000, writers=3, mark="-7") as first:
+    place = partial(ModelDirectory(several).writer, weights, config, 4000, mark="-7")
+    with place(writer=(0, 3)) as first:
         for number in range(3):
-            with share_writer(several, forms, family, 4000, (number, 3), "-7") if number else nullcontext(first) as own:
+            with place(writer=(number, 3)) if number else nullcontext(first) as own:
                 for name, part, rows in gathered(family, weights):
                     if sorted(files_of(alone)).index(name) % 3 == number:
                         own.write(part, rows, name)
@@ -149,14 +150,14 @@ def test_a_model_whose_other_writer_fails_replaces_none(tmp_path: Path, stays: b
 
     config, weights = AutoConfig.for_model(**CONFIG), tensors()
     files = split_files({name: weights[name].nbytes for name in sorted(weights)}, 50)
-    save_model(tmp_path / "actor", weights, config, None)
+    ModelDirectory(tmp_path / "actor").save(weights, config)
     before = contents(tmp_path / "actor")
-    place = tmp_path / "actor", forms_of(weights)
-    with pytest.raises(OSError) as raised, model_writer(*place, config, None, shard_bytes=50, writers=2) as first:
+    place = partial(ModelDirectory(tmp_path / "actor").writer, weights, config, 50)
+    with pytest.raises(OSError) as raised, place(writer=(0, 2)) as first:
         for number, (file, names) in enumerate(files.items()):
             if number % 2 == 0:
                 first.write({name: weights[name] for name in names}, only=file)
-        with suppress(KeyboardInterrupt), share_writer(*place, "", 50, (1, 2), "") as other:
+        with suppress(KeyboardInterrupt), place(writer=(1, 2)) as other:
             name = next(name for index, names in enumerate(files.values()) if index % 2 for name in names)
             other.write({name: weights[name]})
             raise KeyboardInterrupt
@@ -173,20 +174,20 @@ def test_a_directory_is_replaced_only_by_a_whole_model(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     config, weights = AutoConfig.for_model(**CONFIG), tensors()
-    save_model(tmp_path / "actor", weights, config, None, {"step": 1})
+    ModelDirectory(tmp_path / "actor", best={"step": 1}).save(weights, config)
     before = {path.name: path.read_bytes() for path in (tmp_path / "actor").iterdir()}
-    with pytest.raises(KeyboardInterrupt), model_writer(tmp_path / "actor", forms_of(weights), config, None) as files:
+    with pytest.raises(KeyboardInterrupt), ModelDirectory(tmp_path / "actor").writer(weights, config) as files:
         files.write({name: weights[name] for name in sorted(weights)[:2]})
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["actor"]
     assert {path.name: path.read_bytes() for path in (tmp_path / "actor").iterdir()} == before
-    save_model(tmp_path / "actor", {"other": torch.ones(3)}, config, None)
+    ModelDirectory(tmp_path / "actor").save({"other": torch.ones(3)}, config)
     assert load_file(tmp_path / "actor" / "model.safetensors").keys() == {"other"}
 
 
 def test_a_full_disk_is_the_error_of_the_system_with_the_file(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    files = ModelFiles(tmp_path, {"x": TensorForm((10_000,), torch.float32)})
+    files = ModelFiles(tmp_path, {"x": torch.zeros(10_000)})
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(OSError) as raised:
