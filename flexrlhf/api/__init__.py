@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from flexrlhf.config.model_settings import DTYPE_BYTES, Head, LoraSpec, ModelSpec, ShadowSpec
     from flexrlhf.config.number_settings import SettingDifference
     from flexrlhf.config.output_path import OutputPath
-    from flexrlhf.config.output_settings import LOGGERS, MlflowSpec, TensorBoardSpec, WandbSpec
+    from flexrlhf.config.output_settings import LOGGERS, MlflowSpec, WandbSpec
     from flexrlhf.config.placement_settings import ClusterSpec, PlacementMap
     from flexrlhf.config.plugins import load_plugin
     from flexrlhf.config.presets.filling import PEERS

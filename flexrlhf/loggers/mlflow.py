@@ -14,12 +14,9 @@ from urllib.parse import urlsplit
 from flexrlhf.api import (
     Address,
     LoggedRun,
-    LoggedSample,
-    MetricRow,
     MlflowSpec,
+    RunLogger,
     UserError,
-    numbers,
-    sample_table,
     without_secrets,
 )
 
@@ -36,7 +33,7 @@ def _uri(spec: MlflowSpec) -> str | None:
     return written or os.environ.get("MLFLOW_TRACKING_URI")
 
 
-class MlflowLogger:
+class MlflowLogger(RunLogger):
     """Run of MLflow."""
 
     modules, hint = ("mlflow", "sqlalchemy", "alembic"), "correct tracking_uri, or start its server"
@@ -94,17 +91,17 @@ class MlflowLogger:
         for some in [parameters[at : at + MOST_PARAMETERS] for at in range(0, len(parameters), MOST_PARAMETERS)]:
             self._client.log_batch(self.identifier, params=some)
 
-    def log_row(self, row: MetricRow) -> None:
+    def log_row(self, row: Mapping[str, Any]) -> None:
         """Log a row of metrics under its step."""
         from mlflow.entities import Metric
 
         now = round(1000 * time.time())
-        metrics = [Metric(name, value, now, row["step"]) for name, value in numbers(row).items()]
+        metrics = [Metric(name, value, now, row["step"]) for name, value in self.numbers(row).items()]
         self._client.log_batch(self.identifier, metrics=metrics)
 
-    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log the samples of a step as a table, in the form of ``mlflow.log_table``."""
-        columns, rows = sample_table(samples)
+        columns, rows = self.table(samples)
         self._client.log_dict(self.identifier, {"columns": columns, "data": rows}, f"samples/step-{step:06d}.json")
 
     def finish(self, files: Sequence[Path], is_whole: bool) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.api import LoggedRun, LoggedSample, MetricRow, TensorBoardSpec, numbers, sample_table
+from flexrlhf.api import LoggedRun, RunLogger
 
 FOLDER = "tensorboard"
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(RunLogger):
     """Writer of event files in the run's directory."""
 
     modules, hint = ("tensorboard",), "make its directory writable"
@@ -22,10 +22,10 @@ class TensorBoardLogger:
         return (OSError,)
 
     @staticmethod
-    def check(_: TensorBoardSpec) -> None:
+    def check(_: object) -> None:
         """Do nothing: files in the run's directory need nothing else."""
 
-    def __init__(self, _: TensorBoardSpec, run: LoggedRun) -> None:
+    def __init__(self, _: object, run: LoggedRun) -> None:
         """Start a file next to those that the run has."""
         from torch.utils.tensorboard import SummaryWriter
 
@@ -36,15 +36,15 @@ class TensorBoardLogger:
             # as code in Markdown
             self._writer.add_text("config", "\n".join(f"    {line}" for line in lines), 0)
 
-    def log_row(self, row: MetricRow) -> None:
+    def log_row(self, row: Mapping[str, Any]) -> None:
         """Log a row of metrics under its step."""
-        for name, value in numbers(row).items():
+        for name, value in self.numbers(row).items():
             self._writer.add_scalar(name, value, row["step"])
         self._writer.flush()
 
-    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log the samples of a step as a table."""
-        columns, rows = sample_table(samples)
+        columns, rows = self.table(samples)
         lines = [columns, ["---"] * len(columns)]
         for row in rows:
             lines.append([" ".join(str(value).split()).replace("|", "\\|") for value in row])

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from flexrlhf.api import (
     LoggedRun,
-    LoggedSample,
-    MetricRow,
+    RunLogger,
     UserError,
     WandbSpec,
-    numbers,
-    sample_table,
     without_secrets,
 )
 
 
-class WandbLogger:
+class WandbLogger(RunLogger):
     """Run of Weights & Biases, whose step is the training step."""
 
     modules, hint = ("wandb",), "set WANDB_API_KEY, or mode: offline"
@@ -72,13 +69,13 @@ class WandbLogger:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def log_row(self, row: MetricRow) -> None:
+    def log_row(self, row: Mapping[str, Any]) -> None:
         """Log a row of metrics under its step."""
-        self._run.log({"step": row["step"], **numbers(row)})
+        self._run.log({"step": row["step"], **self.numbers(row)})
 
-    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log the samples of a step as a table."""
-        columns, rows = sample_table(samples)
+        columns, rows = self.table(samples)
         texts = [[value if value is None else str(value) for value in row] for row in rows]
         self._run.log({"step": step, "samples": self._wandb.Table(columns=columns, data=texts)})
 

@@ -9,10 +9,6 @@ from typing import Any, ClassVar, Protocol
 
 from flexrlhf.config.spec import Spec
 
-MetricRow = Mapping[str, Any]
-"""Row of metrics.jsonl: numbers, and words such as the rollout engine."""
-LoggedSample = Mapping[str, Any]
-"""Line of samples.jsonl."""
 SAMPLE_COLUMNS = ("step", "rows", "row", "prompt", "response", "length", "finished", "score", "cost")
 
 
@@ -42,8 +38,8 @@ class RunLogger(Protocol):
     hint:        remedy for a start that fails.
     identifier:  of the run in it, with which another process goes on.
 
-    One of another package has its settings, too: a ``StrictModel`` with a ``name``, as the class attribute
-    ``settings``.
+    One of another package, which need not inherit this class, has its settings, too: a ``StrictModel`` with a
+    ``name``, as the class attribute ``settings``.
     """
 
     modules: ClassVar[tuple[str, ...]]
@@ -61,22 +57,22 @@ class RunLogger(Protocol):
     def check(settings: Any) -> None:
         """Raise UserError if it could not begin on this machine."""
 
-    def log_row(self, row: MetricRow) -> None:
-        """Log a row of metrics under its step."""
+    def log_row(self, row: Mapping[str, Any]) -> None:
+        """Log a row of ``metrics.jsonl`` under its step: numbers, and words such as the rollout engine."""
 
-    def log_samples(self, step: int, samples: Sequence[LoggedSample]) -> None:
-        """Log the samples of a step as a table."""
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log the samples of a step, lines of ``samples.jsonl``, as a table."""
 
     def finish(self, files: Sequence[Path], is_whole: bool) -> None:
         """Log ``files`` of the run as artifacts and end. ``is_whole``: whether all its steps are done."""
 
+    @staticmethod
+    def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+        """Return the metrics of a row: everything but its step and words."""
+        return {name: float(value) for name, value in row.items() if name != "step" and not isinstance(value, str)}
 
-def numbers(row: MetricRow) -> dict[str, float]:
-    """Return the metrics of a row: everything but its step and words."""
-    return {name: float(value) for name, value in row.items() if name != "step" and not isinstance(value, str)}
-
-
-def sample_table(samples: Sequence[LoggedSample]) -> tuple[list[str], list[list[Any]]]:
-    """Return the columns that some sample has, and a row for each sample."""
-    columns = [name for name in SAMPLE_COLUMNS if any(name in sample for sample in samples)]
-    return columns, [[sample.get(name) for name in columns] for sample in samples]
+    @staticmethod
+    def table(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+        """Return the columns that some sample has, and a row for each sample."""
+        columns = [name for name in SAMPLE_COLUMNS if any(name in sample for sample in samples)]
+        return columns, [[sample.get(name) for name in columns] for sample in samples]

@@ -20,7 +20,7 @@ from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError, one_line
-from flexrlhf.runs.logger import LoggedRun, LoggedSample, MetricRow, RunLogger
+from flexrlhf.runs.logger import LoggedRun, RunLogger
 
 FILES = ("config.yaml", "plan.txt", "metrics.jsonl", "samples.jsonl", "timeline.json")
 """Files of a run that become artifacts."""
@@ -55,7 +55,7 @@ class _Attached:
     def state(self) -> LoggerState:
         return LoggerState(self._logger.identifier, self._next_step)
 
-    def log(self, row: MetricRow, samples: Sequence[LoggedSample]) -> None:
+    def log(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         """Log a step, unless it has been logged before, or a step before it has failed."""
         step = int(row["step"])
         if self._has_failed or step < self._next_step:
@@ -119,7 +119,7 @@ class RunLoggers:
                     )
             kind.check(logger)
 
-    def log(self, row: MetricRow, samples: Sequence[LoggedSample]) -> None:
+    def log(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         """Log a row of metrics and the samples of its step, some time later."""
         if self._thread is not None:
             self._jobs.append(self._thread.submit(self._log, dict(row), list(samples)))
@@ -139,7 +139,7 @@ class RunLoggers:
         while self._jobs and (waits or self._jobs[0].done()):
             self._jobs.popleft().result()
 
-    def _log(self, row: MetricRow, samples: Sequence[LoggedSample]) -> None:
+    def _log(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
         for each in self._attached:
             each.log(row, samples)
         fresh = self._directory / f"{FILE}.writing"

@@ -18,7 +18,6 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.loggers import tensorboard as tensorboard_logger
 from flexrlhf.runs import run_loggers as packages
-from flexrlhf.runs.logger import MetricRow
 from flexrlhf.runs.run_loggers import RunLoggers, read_states
 
 EACH = ["tensorboard", "wandb", "mlflow"]
@@ -83,7 +82,7 @@ def test_a_logger_that_is_added_later_receives_the_steps_before(tmp_path: Path) 
 class Failing(tensorboard_logger.TensorBoardLogger):
     """Fails at the second step, as a full disk makes it."""
 
-    def log_row(self, row: MetricRow) -> None:
+    def log_row(self, row: Raw) -> None:
         if row["step"] == 1:
             raise OSError("No space left on device")
         super().log_row(row)
