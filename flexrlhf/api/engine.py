@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from flexrlhf.launch.rendezvous import JOIN_SECONDS, LOOPBACK, NodeRendezvous
     from flexrlhf.launch.start import STOPPED, end_between_attempts, launch, run_on_ranks
     from flexrlhf.runs.model_directory import ModelDirectory
-    from flexrlhf.runs.recorded_columns import Arrival, RecordedColumn, RecordedColumns
+    from flexrlhf.runs.recorded_columns import RecordedColumn, RecordedColumns
     from flexrlhf.trainer.controllers import Controllers
     from flexrlhf.trainer.execution import OperatorRun
     from flexrlhf.trainer.loaded_models import LoadedModel, load_model_on_rank

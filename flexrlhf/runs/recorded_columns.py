@@ -53,20 +53,6 @@ class RecordedColumn:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """Rows of one column as an operator read them on one rank, after a move.
-
-    values:  (n, ...), in the order of ``rows``
-    """
-
-    operator: str
-    column: str
-    rank: int
-    rows: tuple[int, ...]
-    values: Tensor
-
-
-@dataclass(frozen=True)
 class RecordedColumns:
     """Files of columns in the directory ``run``, and the statistics of each step, from which its metrics follow."""
 
@@ -109,7 +95,7 @@ class RecordedColumns:
     def read(self, step: int) -> dict[str, RecordedColumn]:
         """Return the columns of ``step`` by name."""
         columns: dict[str, RecordedColumn] = {}
-        for operator, rank, file in self._files(f"step{step}-*.safetensors"):
+        for operator, rank, file in self.files(step):
             parts = load_file(file)
             rows = parts.pop("rows").tolist()
             for name, values in parts.items():
@@ -119,17 +105,9 @@ class RecordedColumns:
                 column.ranks.update(dict.fromkeys(rows, rank))
         return columns
 
-    def arrivals(self, step: int) -> Iterator[Arrival]:
-        """Yield the columns that operators of ``step`` read after moves."""
-        for operator, rank, file in self._files(f"{_ARRIVED}step{step}-*.safetensors"):
-            parts = load_file(file)
-            rows = tuple(parts.pop("rows").tolist())
-            for name, values in parts.items():
-                yield Arrival(operator, name, rank, rows, values)
-
-    def _files(self, pattern: str) -> Iterator[tuple[str, int, Path]]:
-        """Yield operator and rank of each file of columns, with the file."""
-        for file in sorted(self._folder.glob(pattern)):
+    def files(self, step: int, arrived: bool = False) -> Iterator[tuple[str, int, Path]]:
+        """Yield operator and rank of each file of columns of ``step``, with the file. ``arrived``: as of ``write``."""
+        for file in sorted(self._folder.glob(f"{_ARRIVED * arrived}step{step}-*.safetensors")):
             found = FILE_NAME.fullmatch(file.name.removeprefix(_ARRIVED))
             assert found is not None, file
             yield found["operator"], int(found["rank"]), file

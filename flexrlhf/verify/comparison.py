@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from flexrlhf.api import METRICS, Operator, Plan, RunDirectory, Triple
-from flexrlhf.api.engine import Arrival, RecordedColumn, RecordedColumns
+from flexrlhf.api.engine import RecordedColumn, RecordedColumns
 from flexrlhf.verify.deviations import (
     IN_NATS,
     NOT_COMPARED,
@@ -26,6 +27,20 @@ from flexrlhf.verify.deviations import (
     is_exact,
     limit_of_metric,
 )
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Rows of one column as an operator read them on one rank, after a move.
+
+    values:  (n, ...), in the order of ``rows``
+    """
+
+    operator: str
+    column: str
+    rank: int
+    rows: tuple[int, ...]
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,12 @@ class RecordedRun:
 
     def arrivals(self, step: int) -> list[Arrival]:
         """Return the columns that operators of ``step`` read after moves."""
-        return list(RecordedColumns(self.directory).arrivals(step))
+        found: list[Arrival] = []
+        for operator, rank, file in RecordedColumns(self.directory).files(step, arrived=True):
+            parts = load_file(file)
+            rows = tuple(parts.pop("rows").tolist())
+            found += [Arrival(operator, name, rank, rows, values) for name, values in parts.items()]
+        return found
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
