@@ -115,11 +115,6 @@ class WeightGather:
         return out
 
 
-def merged(lora: LoraSpec, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return W + alpha / rank * B A (Hu et al. 2022, sec. 4.1)."""
-    return base + lora.alpha / lora.rank * (b @ a)
-
-
 @dataclass(frozen=True)
 class TrainedValues:
     """Weights on one rank.
@@ -147,7 +142,7 @@ class TrainedValues:
         rank = self.merging[a].box[-2]
         values = view_of(self.weights[base].detach(), part, region.box).float()
         first = self._adapter(a, (*experts, rank, columns))
-        return merged(self.lora, values, first, self._adapter(b, (*experts, rows, rank)))
+        return values + self.lora.scale * (self._adapter(b, (*experts, rows, rank)) @ first)
 
     def _adapter(self, name: str, box: Box) -> Tensor:
         return view_of(self.adapters[name], self.merging[name], box)

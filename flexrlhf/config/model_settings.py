@@ -67,6 +67,11 @@ class LoraSpec(StrictModel):
         "models with experts those of attention, next to which gate_up_proj and down_proj name the experts' weights",
     )
 
+    @property
+    def scale(self) -> float:
+        """Factor of B A (Hu et al. 2022, sec. 4.1)."""
+        return self.alpha / self.rank
+
     VLLM_RANKS: ClassVar = (1, 8, 16, 32, 64, 128, 256, 320, 512)
     """Ranks of adapters that vLLM 0.32 has memory for."""
 

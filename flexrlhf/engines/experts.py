@@ -96,7 +96,7 @@ def add_expert_adapters(model: PreTrainedModel, lora: LoraSpec, targets: Sequenc
     for module in model.modules():
         if has_experts(module):
             adapter = ParameterName.ADAPTER
-            module.scaling, module._active_adapter = {adapter: lora.alpha / lora.rank}, [adapter]
+            module.scaling, module._active_adapter = {adapter: lora.scale}, [adapter]
             matrices = nn.Module(), nn.Module()
             for name in (name for name, _ in list(module.named_parameters()) if name in targets):
                 experts, outputs, inputs = getattr(module, name).shape

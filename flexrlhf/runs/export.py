@@ -17,7 +17,6 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
-from flexrlhf.comm.weights import merged
 from flexrlhf.config.model_settings import Dtype, ModelSpec, SavedDtype
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
@@ -234,8 +233,8 @@ def _reader(model: TrainedModel, base: Mapping[str, safe_open]) -> Callable[[str
         if lora is None or a not in trained:
             return plain
         if not box:
-            return merged(lora, plain, model.tensor(a), model.tensor(b))
+            return plain + lora.scale * (model.tensor(b) @ model.tensor(a))
         (expert,), rows, _ = box
-        return merged(lora, plain, tensor(a)[expert], tensor(b)[expert, rows.start : rows.stop])
+        return plain + lora.scale * (tensor(b)[expert, rows.start : rows.stop] @ tensor(a)[expert])
 
     return read

@@ -49,7 +49,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.targets = tuple(name for name in outputs if lora.targets is None or name in lora.targets)
         self.outputs, self.rank, self.is_at_start = outputs, lora.rank, False
-        self._scale, self._group, self._shares = lora.alpha / lora.rank, group, sequence_parallel
+        self._scale, self._group, self._shares = lora.scale, group, sequence_parallel
         self._is_row = isinstance(linear, RowParallelLinear)
         like: Any = linear.weight
         like = like.detach()

@@ -64,7 +64,7 @@ class RankExecutor(UniProcExecutor):
             super()._init_executor()
         if (lora := lora_of(self.vllm_config)) is not None:
             # before it is compiled
-            add_in_every_pass(self.driver_worker.worker.model_runner.model, lora.alpha / lora.rank)
+            add_in_every_pass(self.driver_worker.worker.model_runner.model, lora.scale)
 
     def _distributed_args(self) -> tuple[str, int, int]:
         """Return the rendezvous address of the world, which exists already, the rank and the device index.
