@@ -200,6 +200,12 @@ class EngineFacts:
         """Return an engine whose optimizer states can be in host memory; empty: there is none."""
         return next((facts.name for facts in cls.all_engines() if facts.offload), "")
 
+    @classmethod
+    def cpu_builds(cls) -> dict[str, str]:
+        """Return the libraries whose build for CPUs has a name of its own, and that name."""
+        packages = (facts.package for facts in cls.all_engines())
+        return {package.name: package.cpu_build for package in packages if package is not None and package.cpu_build}
+
     @property
     def trains(self) -> bool:
         """Whether it trains models."""

@@ -20,6 +20,7 @@ from packaging.version import InvalidVersion, Version
 
 from flexrlhf.api import (
     DiskDemand,
+    EngineFacts,
     Fingerprints,
     Hosts,
     Job,
@@ -31,7 +32,6 @@ from flexrlhf.api import (
     UserError,
     check_device,
     check_runs,
-    cpu_builds,
     probed_directories,
     process_directory,
 )
@@ -216,7 +216,7 @@ def tested_versions() -> dict[str, str]:
 
 def _as_tested(name: str, found: str, tested: Mapping[str, str]) -> str:
     """Return a library with its version, and whether the tests have passed with it or with another one."""
-    passed = tested.get(name, tested.get(cpu_builds().get(name, name)))
+    passed = tested.get(name, tested.get(EngineFacts.cpu_builds().get(name, name)))
     if passed is None:
         return f"{name} {found} (admitted, not tested)"
     same = passed == found.partition("+")[0]
@@ -230,7 +230,7 @@ def _command(needed: Sequence[Requirement], lines: Sequence[str]) -> str:
 
 def _installed(name: str) -> str | None:
     """Return the version of a library, or of its build for CPUs."""
-    for each in (name, cpu_builds().get(name, name)):
+    for each in (name, EngineFacts.cpu_builds().get(name, name)):
         try:
             return version(each)
         except PackageNotFoundError:

@@ -77,7 +77,7 @@ class Fingerprints:
     def versions(self) -> dict[str, str]:
         """Return the versions of Python, this package and the libraries that the runs need."""
         names = {"python", "flexrlhf"} | {each.name for each in self.requirements() or []}
-        names |= {build for name, build in cpu_builds().items() if name in names}
+        names |= {build for name, build in EngineFacts.cpu_builds().items() if name in names}
         found = {name: found for name, found in library_versions().items() if name in names}
         return found | {name: text for plan in self.plans for name, text in used_plugins(plan).items()}
 
@@ -156,15 +156,9 @@ def _name(path: str, file: Path) -> str:
     return path if Path(realpath(path)) == file else str(Path(path) / file.name)
 
 
-def cpu_builds() -> dict[str, str]:
-    """Return the libraries whose build for CPUs has a name of its own, and that name."""
-    packages = (facts.package for facts in EngineFacts.all_engines())
-    return {package.name: package.cpu_build for package in packages if package is not None and package.cpu_build}
-
-
 def library_versions() -> dict[str, str]:
     """Return the version of each package of ``LIBRARIES`` and of engines that is installed, and of Python."""
-    builds = cpu_builds()
+    builds = EngineFacts.cpu_builds()
     names = (
         *LIBRARIES,
         *(facts.package.name for facts in EngineFacts.all_engines() if facts.package),
