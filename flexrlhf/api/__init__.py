@@ -125,7 +125,7 @@ if TYPE_CHECKING:
     from flexrlhf.plan.suggestions import check_fits, lack_text, tightest_rank
     from flexrlhf.rewards.worker_calls import task_scorer
     from flexrlhf.runs.fingerprints import Fingerprints
-    from flexrlhf.runs.free_space import DiskDemand, DiskNeed
+    from flexrlhf.runs.free_space import DiskDemand
     from flexrlhf.runs.logger import LoggedRun, RunLogger
     from flexrlhf.runs.resume import AUTO, ORDERS, Resumption, resume_runs
     from flexrlhf.runs.run_directory import RunDirectory

@@ -300,6 +300,16 @@ class Plan:
         """Placed models whose tensors a checkpoint contains."""
         return tuple(self.placement[name] for name in self.placement.checkpointed(self.spec))
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint; a model of an architecture yet unknown counts nothing."""
+        return sum(
+            self.sizing.copied_bytes(model, rank)
+            for model in self.checkpointed
+            if model.role in self.shapes
+            for rank in model.ranks
+        )
+
     def _start(self, rank: int) -> Start | None:
         """Return how models come onto a rank that offloads some; None for another one."""
         offloads = [each for each in self.schedule.for_rank(rank) if isinstance(each, Offload)]

@@ -42,7 +42,7 @@ class DiskNeed:
         return cls(
             plan.spec.name,
             plan.spec.directory,
-            _checkpoint_bytes(plan),
+            plan.checkpoint_bytes,
             min(written, settings.keep_last + 1),
             _model_bytes(plan),
             on_signal=settings.on_signal and not written,
@@ -65,15 +65,6 @@ class DiskNeed:
         many = "checkpoint" if self.num_checkpoints == 1 else "checkpoints"
         checkpoints = f"{self.num_checkpoints} {many} of {bytes_text(self.checkpoint)}"
         return f"{text} ({checkpoints}, models of {bytes_text(self.models)})"
-
-
-def _checkpoint_bytes(plan: Plan) -> int:
-    return sum(
-        plan.sizing.copied_bytes(model, rank)
-        for model in plan.checkpointed
-        if model.role in plan.shapes
-        for rank in model.ranks
-    )
 
 
 def _model_bytes(plan: Plan) -> int:

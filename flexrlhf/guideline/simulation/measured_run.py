@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from flexrlhf.api import DiskNeed, Instruction, Offload, Plan, Reload, Run, RunDirectory, Span, Spec, Sync, UserError
+from flexrlhf.api import Instruction, Offload, Plan, Reload, Run, RunDirectory, Span, Spec, Sync, UserError
 from flexrlhf.guideline.costs.cost_model import transformer_of
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
@@ -106,7 +106,7 @@ class MeasuredRun:
                 f"run {directory}: its status.json has no start_seconds, so that the time of a restart is not known; "
                 f"it is of an older version"
             )
-        copies = 2 * self.source.costs.save(DiskNeed.of(plan).checkpoint).seconds
+        copies = 2 * self.source.costs.save(plan.checkpoint_bytes).seconds
         return status.start_seconds + copies + self.warm_up
 
 
