@@ -25,7 +25,7 @@ from flexrlhf.config.output_path import OutputPath
 from flexrlhf.config.plugins import load_plugin
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.errors import UserError
-from flexrlhf.plan.data_report import format_inspection, passes_line
+from flexrlhf.plan.data_report import DataReport
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 
@@ -113,8 +113,6 @@ def data(
 
 def _report_data(plan: Plan, earlier: Sequence[Plan]) -> list[str]:
     """Print the reports about the files of a run. Returns a sentence for each with which ``run`` would stop."""
-    from flexrlhf.plan.input_checks import solution_lines
-
     owner, problems = plan.data.tokenizer_run(earlier) or plan, []
     try:
         tokenizer = owner.tokenizer.load()
@@ -124,12 +122,13 @@ def _report_data(plan: Plan, earlier: Sequence[Plan]) -> list[str]:
         try:
             with working(f"reading {source.path}"):
                 found = plan.data.inspect(source, tokenizer)
-            typer.echo(f"{plan.spec.name}: {format_inspection(source, found, tokenizer.decode)}\n")
+            report = DataReport(source, found.counts)
+            typer.echo(f"{plan.spec.name}: {report.whole(found, tokenizer.decode)}\n")
             source.check(found)
-            for line in solution_lines(plan, source):
+            for line in plan.data.solution_lines(source):
                 typer.echo(f"{plan.spec.name}: {line}\n")
             if source.is_training:
-                typer.echo(f"{plan.spec.name}: {passes_line(plan, source, found.counts)}\n")
+                typer.echo(f"{plan.spec.name}: {report.passes_line(plan)}\n")
         except UserError as error:
             problems.append(f"{plan.spec.name}: {source.key}: {error}")
     return problems

@@ -10,12 +10,10 @@ from flexrlhf.cli.errors import print_error
 from flexrlhf.cli.working import working
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.files import is_present
-from flexrlhf.data.inspection import Inspection
 from flexrlhf.errors import UserError
 from flexrlhf.plan.choice import planned
-from flexrlhf.plan.data_report import absent_line, data_line, data_warnings, unread_line
+from flexrlhf.plan.data_report import DataReport
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.run_data import DataSource
 from flexrlhf.plan.suggestions import check_fits
 
 
@@ -40,13 +38,13 @@ def check_memory(plans: Sequence[Plan], force: bool) -> None:
             print_error(f"{error} (--force: continuing)")
 
 
-InspectedFile = tuple[Plan, DataSource, Inspection]
+def inspect_data(plans: Sequence[Plan]) -> list[tuple[str, DataReport]]:
+    """Inspect the data files of ``plans`` that exist. Raises UserError for one with which ``run`` would stop.
 
-
-def inspect_data(plans: Sequence[Plan]) -> list[InspectedFile]:
-    """Inspect the data files of ``plans`` that exist. Raises UserError for one with which ``run`` would stop."""
+    Returns the name of the run, and the report, of each.
+    """
     return [
-        (plan, source, found)
+        (plan.spec.name, DataReport(source, found.counts))
         for index, plan in enumerate(plans)
         for source, found in plan.data.inspections(plans[:index])
     ]
@@ -57,14 +55,14 @@ def print_absent_data(plans: Sequence[Plan]) -> None:
     for plan in plans:
         for source in plan.data.sources:
             if not is_present(source.path):
-                typer.echo(f"{plan.spec.name}: {absent_line(source)}")
+                typer.echo(f"{plan.spec.name}: {source.absent_line}")
 
 
-def print_data_lines(files: Sequence[InspectedFile]) -> None:
+def print_data_lines(files: Sequence[tuple[str, DataReport]]) -> None:
     """Print a line for each data file, one for columns that are not read, and warnings where many rows are left out or
     cut."""
-    for plan, source, found in files:
-        for line in filter(None, (data_line(source, found.counts), unread_line(source, found.counts))):
-            typer.echo(f"{plan.spec.name}: {line}")
-        for warning in data_warnings(source, found.counts):
-            print_error(f"{plan.spec.name}: {warning}")
+    for name, report in files:
+        for line in report.lines():
+            typer.echo(f"{name}: {line}")
+        for warning in report.warnings():
+            print_error(f"{name}: {warning}")

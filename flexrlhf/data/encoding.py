@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -51,6 +51,19 @@ class EncodedResponse:
     is_trained: tuple[bool, ...]
     length: int
     num_unknown: int = 0
+
+    def segments(self, prompt: Sequence[int], decode: Callable[..., str]) -> Iterator[tuple[bool, str]]:
+        """Yield the parts that are trained on, or not, as text.
+
+        Each is decoded after all before it: alone, some tokenizers drop a leading space.
+        """
+        mask, start, before = self.is_trained, 0, decode(list(prompt))
+        for end in range(1, len(mask) + 1):
+            if end == len(mask) or mask[end] != mask[start]:
+                whole = decode([*prompt, *self.ids[:end]])
+                follows = whole.startswith(before)
+                yield mask[start], whole[len(before) :] if follows else decode(list(self.ids[start:end]))
+                start, before = end, whole
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,15 @@ def is_present(path: Path | str) -> bool:
     return name is not None and name.cached("dataset") is not None
 
 
+def absence(path: str) -> str:
+    """Return the rest of a sentence on a path that is not present."""
+    if is_task(path):
+        return "needs reasoning-gym (flexrlhf[reasoning]): no rows are checked"
+    if not path.endswith(ENDINGS) and HubName.parse(path) is not None:
+        return "is not in the cache of the Hub yet, so its rows are not checked"
+    return "does not exist yet, so its rows are not checked"
+
+
 @dataclass(frozen=True)
 class _BadLine:
     """A line that is no JSON."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
-from flexrlhf.data.encoding import EncodedResponse, EncodedRow
 from flexrlhf.data.examples import DataCounts
-from flexrlhf.data.files import ENDINGS
-from flexrlhf.data.hub import HubName
 from flexrlhf.data.inspection import Inspection
-from flexrlhf.data.reasoning_tasks import is_task
 from flexrlhf.errors import one_line, some_of
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import DataSource
@@ -26,90 +23,152 @@ MOST_REASONS = 5
 """Reasons why rows cannot be read that are shown."""
 LONGEST = 1200
 """Characters of a part of a row that are shown."""
-Decode = Callable[..., str]
 
 
-def data_line(source: DataSource, counts: DataCounts) -> str:
-    """Return the rows of a file, and how many the limits of the run drop or cut."""
-    counted_rows = len(counts.prompts) + len(counts.bad)
-    parts = [f"form {counts.form}, {counts.num_rows} rows"]
-    if counted_rows < counts.num_rows:
-        parts[0] += f" ({counted_rows} of them counted)"
-    if counts.bad:
-        parts.append(f"{_share(len(counts.bad), counted_rows)} cannot be read")
-    parts.append(f"{_share(counts.num_long, len(counts.prompts))} prompts {_fate(counts)}")
-    if responses := counts.kept_responses:
-        parts.append(f"{_share(counts.num_cut, len(responses))} responses cut")
-    for found, use in ((counts.kept_controls, ""), (counts.escaped_controls, " as text")):
-        if found:
-            parts.append(f"{_share(len(found), len(counts.prompts))} rows with control tokens{use}")
-    if counts.unknown:
-        parts.append(f"{_share(sum(counts.unknown), counts.num_tokens)} tokens unknown")
-    return one_line(f"{source.key}: {source.path}: {', '.join(parts)}")
+@dataclass(frozen=True)
+class DataReport:
+    """Text about a data file of a run.
 
-
-def absent_line(source: DataSource) -> str:
-    """Return why the rows of a file that planning does not find are not checked."""
-    if is_task(source.path):
-        return one_line(f"{source.key}: {source.path} needs reasoning-gym (flexrlhf[reasoning]): no rows are checked")
-    if not source.path.endswith(ENDINGS) and HubName.parse(source.path) is not None:
-        return one_line(f"{source.key}: {source.path} is not in the cache of the Hub yet, so its rows are not checked")
-    return one_line(f"{source.key}: {source.path} does not exist yet, so its rows are not checked")
-
-
-def data_warnings(source: DataSource, counts: DataCounts) -> Iterator[str]:
-    """Yield a sentence for prompts, and one for responses, where more than a few exceed their limit, sentences for rows
-    that cannot be read or have control tokens in their text, and one for each remark on rows.
+    source:  the file.
+    counts:  of its rows.
     """
-    limits, responses = counts.limits, counts.kept_responses
-    if counts.num_long > WARNED_SHARE * len(counts.prompts):
-        yield (
-            f"{source.key}: {_share(counts.num_long, len(counts.prompts))} prompts have more than "
-            f"data.max_prompt_tokens {limits.max_prompt} and are {_fate(counts)}; "
-            f"{MOST:.0%} have at most {quantile(counts.prompts, MOST)}"
-        )
-    if counts.bad:
-        yield one_line(
-            f"{source.key}: {_share(len(counts.bad), len(counts.prompts) + len(counts.bad))} rows cannot be "
-            f"read and are left out: {'; '.join(_reasons(counts))}"
-        )
-    yield from (f"{source.key}: {text}" for text in (*_controls(counts), *_remarks(counts)))
-    if counts.num_cut > WARNED_SHARE * len(responses):
-        yield (
-            f"{source.key}: {_share(counts.num_cut, len(responses))} responses have more than data.max_response_tokens "
-            f"{limits.max_response} and are cut, without an end token; "
-            f"{MOST:.0%} have at most {quantile(responses, MOST)}"
-        )
 
+    source: DataSource
+    counts: DataCounts
 
-def _controls(counts: DataCounts) -> Iterator[str]:
-    """Yield a sentence for rows with control tokens that are encoded as such."""
-    if found := counts.kept_controls:
-        yield (
-            f"{_share(len(found), len(counts.prompts))} rows have a control token of the tokenizer in their text, such "
-            f"as {found[0]!r}, which is encoded as that: a text can end its turn; "
-            f"data.control_tokens: text encodes it as text, refuse stops there"
-        )
+    def lines(self) -> Iterator[str]:
+        """Yield ``line``, and ``unread_line`` if there is one."""
+        yield from filter(None, (self.line, self.unread_line))
 
+    @property
+    def line(self) -> str:
+        """Rows of the file, and how many the limits of the run drop or cut."""
+        counts = self.counts
+        counted_rows = len(counts.prompts) + len(counts.bad)
+        parts = [f"form {counts.form}, {counts.num_rows} rows"]
+        if counted_rows < counts.num_rows:
+            parts[0] += f" ({counted_rows} of them counted)"
+        if counts.bad:
+            parts.append(f"{_share(len(counts.bad), counted_rows)} cannot be read")
+        parts.append(f"{_share(counts.num_long, len(counts.prompts))} prompts {self._fate}")
+        if responses := counts.kept_responses:
+            parts.append(f"{_share(counts.num_cut, len(responses))} responses cut")
+        for found, use in ((counts.kept_controls, ""), (counts.escaped_controls, " as text")):
+            if found:
+                parts.append(f"{_share(len(found), len(counts.prompts))} rows with control tokens{use}")
+        if counts.unknown:
+            parts.append(f"{_share(sum(counts.unknown), counts.num_tokens)} tokens unknown")
+        return one_line(f"{self.source.key}: {self.source.path}: {', '.join(parts)}")
 
-def _unknown(counts: DataCounts) -> Iterator[str]:
-    """Yield a sentence for unknown tokens."""
-    if counts.unknown:
-        rows = _share(len(counts.unknown), len(counts.prompts))
-        yield (
-            f"{_share(sum(counts.unknown), counts.num_tokens)} tokens, in {rows} rows, are the tokenizer's unknown "
-            f"token: all words that it stands for are the same to a model"
-        )
+    @property
+    def unread_line(self) -> str:
+        """Sentence on columns and keys that are not read, which scores may read; nothing without any."""
+        if not self.counts.unread:
+            return ""
+        names = sorted(self.counts.unread, key=lambda name: -self.counts.unread[name])
+        uses = "are no part of prompts" if self.source.needs == "prompts" else "are not read"
+        listed = (f"{name} ({counted(self.counts.unread[name], 'row')})" for name in names)
+        return one_line(f"{self.source.key}: these {uses}: {some_of(listed)}")
 
+    def warnings(self) -> Iterator[str]:
+        """Yield a sentence for prompts, and one for responses, where more than a few exceed their limit, sentences for
+        rows that cannot be read or have control tokens in their text, and one for each remark on rows.
+        """
+        counts, limits, responses = self.counts, self.counts.limits, self.counts.kept_responses
+        if counts.num_long > WARNED_SHARE * len(counts.prompts):
+            yield (
+                f"{self.source.key}: {_share(counts.num_long, len(counts.prompts))} prompts have more than "
+                f"data.max_prompt_tokens {limits.max_prompt} and are {self._fate}; "
+                f"{MOST:.0%} have at most {quantile(counts.prompts, MOST)}"
+            )
+        if counts.bad:
+            yield one_line(
+                f"{self.source.key}: {_share(len(counts.bad), len(counts.prompts) + len(counts.bad))} rows cannot be "
+                f"read and are left out: {'; '.join(self._reasons())}"
+            )
+        yield from (f"{self.source.key}: {text}" for text in (*self._controls(), *self._remarks()))
+        if counts.num_cut > WARNED_SHARE * len(responses):
+            yield (
+                f"{self.source.key}: {_share(counts.num_cut, len(responses))} responses have more than "
+                f"data.max_response_tokens {limits.max_response} and are cut, without an end token; "
+                f"{MOST:.0%} have at most {quantile(responses, MOST)}"
+            )
 
-def unread_line(source: DataSource, counts: DataCounts) -> str:
-    """Return a sentence on columns and keys that are not read, which scores may read; nothing without any."""
-    if not counts.unread:
-        return ""
-    names = sorted(counts.unread, key=lambda name: -counts.unread[name])
-    uses = "are no part of prompts" if source.needs == "prompts" else "are not read"
-    listed = (f"{name} ({counted(counts.unread[name], 'row')})" for name in names)
-    return one_line(f"{source.key}: these {uses}: {some_of(listed)}")
+    def passes_line(self, plan: Plan) -> str:
+        """Return how many passes a run makes over the training rows of the file that its limits leave, of which there
+        are some."""
+        counts, steps = self.counts, plan.spec.steps
+        rows = counts.num_rows - len(counts.bad) - (counts.num_long if counts.limits.drops else 0)
+        share = Fraction(self.source.parts, sum(each.parts for each in plan.data.sources if each.is_training))
+        prompts = plan.batch.num_new * share
+        taken = f"{counted(steps, 'step')} of {float(prompts):.4g} prompts"
+        return f"{self.source.key}: {taken} are {float(steps * prompts / rows):.3g} passes over {counted(rows, 'row')}"
+
+    def whole(self, found: Inspection, decode: Callable[..., str]) -> str:
+        """Return the whole report.
+
+        found:   inspection of the file, with its counts.
+        decode:  tokens to text, special tokens included.
+        """
+        counts = self.counts
+        further = (*self._controls(), *self._remarks(), *self._unknown(), *filter(None, [self.unread_line]))
+        lines = [
+            self.line,
+            *(f"  {line}" for line in (*self._bad_rows(), *_duplicates(found), *further)),
+        ]
+        lines += ["", *_histogram("prompts", counts.prompts, counts.limits.max_prompt)]
+        responses = [length for lengths in counts.responses for length in lengths]
+        if responses:
+            lines += ["", *_histogram("responses", responses, counts.limits.max_response)]
+        for sample in _samples(found, decode):
+            lines += ["", *sample]
+        if responses and found.samples:
+            lines += ["", f"  # {'evaluated' if self.source.key == 'eval' else 'trained on'}, | not"]
+        return "\n".join(lines)
+
+    def _controls(self) -> Iterator[str]:
+        """Yield a sentence for rows with control tokens that are encoded as such."""
+        if found := self.counts.kept_controls:
+            yield (
+                f"{_share(len(found), len(self.counts.prompts))} rows have a control token of the tokenizer in their "
+                f"text, such as {found[0]!r}, which is encoded as that: a text can end its turn; "
+                f"data.control_tokens: text encodes it as text, refuse stops there"
+            )
+
+    def _unknown(self) -> Iterator[str]:
+        """Yield a sentence for unknown tokens."""
+        if self.counts.unknown:
+            rows = _share(len(self.counts.unknown), len(self.counts.prompts))
+            yield (
+                f"{_share(sum(self.counts.unknown), self.counts.num_tokens)} tokens, in {rows} rows, are the "
+                f"tokenizer's unknown token: all words that it stands for are the same to a model"
+            )
+
+    def _reasons(self) -> Iterator[str]:
+        """Yield reasons why rows cannot be read, the most frequent first."""
+        found = list(self.counts.reasons.items())
+        for row, number in found[:MOST_REASONS]:
+            rows = f"row {row}" if number == 1 else f"{counted(number, 'row')}, such as row {row}"
+            yield f"{rows}: {self.counts.bad[row]}"
+        if rest := found[MOST_REASONS:]:
+            yield f"{counted(sum(number for _, number in rest), 'row')} for other reasons"
+
+    def _remarks(self) -> Iterator[str]:
+        """Yield a sentence for each remark on rows."""
+        for remark, number in self.counts.remarks.items():
+            yield f"{_share(number, len(self.counts.prompts))} rows {remark}"
+
+    @property
+    def _fate(self) -> str:
+        """Fate of prompts that are too long."""
+        if self.counts.limits.long_prompts == "error":
+            return "too long"
+        return "left out" if self.counts.limits.drops else "truncated"
+
+    def _bad_rows(self) -> Iterator[str]:
+        fate = ", left out" if self.counts.bad and self.counts.limits.bad_rows == "drop" else ""
+        yield f"rows that cannot be read: {len(self.counts.bad)}{fate}"
+        yield from (f"  {one_line(reason)}" for reason in self._reasons())
 
 
 def quantile(lengths: Sequence[int], share: float) -> int:
@@ -118,66 +177,8 @@ def quantile(lengths: Sequence[int], share: float) -> int:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0
 
 
-def _reasons(counts: DataCounts) -> Iterator[str]:
-    """Yield reasons why rows cannot be read, the most frequent first."""
-    found = list(counts.reasons.items())
-    for row, number in found[:MOST_REASONS]:
-        rows = f"row {row}" if number == 1 else f"{counted(number, 'row')}, such as row {row}"
-        yield f"{rows}: {counts.bad[row]}"
-    if rest := found[MOST_REASONS:]:
-        yield f"{counted(sum(number for _, number in rest), 'row')} for other reasons"
-
-
-def _remarks(counts: DataCounts) -> Iterator[str]:
-    """Yield a sentence for each remark on rows."""
-    for remark, number in counts.remarks.items():
-        yield f"{_share(number, len(counts.prompts))} rows {remark}"
-
-
-def _fate(counts: DataCounts) -> str:
-    """Return the fate of prompts that are too long."""
-    if counts.limits.long_prompts == "error":
-        return "too long"
-    return "left out" if counts.limits.drops else "truncated"
-
-
 def _share(number: int, total: int) -> str:
     return f"{number} of {total} ({number / total:.1%})" if number and total else f"{number} of {total}"
-
-
-def passes_line(plan: Plan, source: DataSource, counts: DataCounts) -> str:
-    """Return how many passes a run makes over the training rows of a file that its limits leave, of which there are
-    some."""
-    steps, rows = plan.spec.steps, counts.num_rows - len(counts.bad) - (counts.num_long if counts.limits.drops else 0)
-    share = Fraction(source.parts, sum(each.parts for each in plan.data.sources if each.is_training))
-    prompts = plan.batch.num_new * share
-    taken = f"{counted(steps, 'step')} of {float(prompts):.4g} prompts"
-    return f"{source.key}: {taken} are {float(steps * prompts / rows):.3g} passes over {counted(rows, 'row')}"
-
-
-def format_inspection(source: DataSource, found: Inspection, decode: Decode) -> str:
-    """Return the whole report about the file of ``source``. ``decode``: tokens to text, special tokens included."""
-    counts = found.counts
-    further = (*_controls(counts), *_remarks(counts), *_unknown(counts), *filter(None, [unread_line(source, counts)]))
-    lines = [
-        data_line(source, counts),
-        *(f"  {line}" for line in (*_bad_rows(counts), *_duplicates(found), *further)),
-    ]
-    lines += ["", *_histogram("prompts", counts.prompts, counts.limits.max_prompt)]
-    responses = [length for lengths in counts.responses for length in lengths]
-    if responses:
-        lines += ["", *_histogram("responses", responses, counts.limits.max_response)]
-    for number, row in found.samples:
-        lines += ["", *_sample(number, row, decode)]
-    if responses and found.samples:
-        lines += ["", f"  # {'evaluated' if source.key == 'eval' else 'trained on'}, | not"]
-    return "\n".join(lines)
-
-
-def _bad_rows(counts: DataCounts) -> Iterator[str]:
-    fate = ", left out" if counts.bad and counts.limits.bad_rows == "drop" else ""
-    yield f"rows that cannot be read: {len(counts.bad)}{fate}"
-    yield from (f"  {one_line(reason)}" for reason in _reasons(counts))
 
 
 def _duplicates(found: Inspection) -> Iterator[str]:
@@ -212,36 +213,23 @@ def _bins(lengths: Sequence[int], limit: int) -> list[tuple[int, int]]:
     return bins[first:]
 
 
-def _sample(number: int, row: EncodedRow, decode: Decode) -> list[str]:
-    """Return the parts of a row, each line behind a mark: trained on, or not."""
-    names = ("chosen", "rejected") if len(row.responses) == 2 else ("response",)
-    title = f"row {number}: {len(row.prompt)} tokens of prompt"
-    if not row.responses:
-        title += "; the response is sampled"
-    lines = _margined("prompt", "|", decode(list(row.prompt)))
-    for name, response in zip(names, row.responses, strict=False):
-        trained = sum(response.is_trained)
-        title += f", {len(response.ids)} of {name}"
-        title += f" ({trained} of them #)" if trained < len(response.ids) else ""
-        for is_trained, text in _segments(row.prompt, response, decode):
-            lines += _margined(name, "#" if is_trained else "|", text)
-        if not response.is_finished:
-            lines.append(f"{name} is cut after {len(response.ids)} of {response.length} tokens: no end token")
-    return [title, *(f"  {line}" for line in lines)]
-
-
-def _segments(prompt: Sequence[int], response: EncodedResponse, decode: Decode) -> Iterator[tuple[bool, str]]:
-    """Yield the parts of a response that are trained on, or not, as text.
-
-    Each is decoded after all before it: alone, some tokenizers drop a leading space.
-    """
-    mask, start, before = response.is_trained, 0, decode(list(prompt))
-    for end in range(1, len(mask) + 1):
-        if end == len(mask) or mask[end] != mask[start]:
-            whole = decode([*prompt, *response.ids[:end]])
-            follows = whole.startswith(before)
-            yield mask[start], whole[len(before) :] if follows else decode(list(response.ids[start:end]))
-            start, before = end, whole
+def _samples(found: Inspection, decode: Callable[..., str]) -> Iterator[list[str]]:
+    """Yield the parts of each row that is shown, each line behind a mark: trained on, or not."""
+    for number, row in found.samples:
+        names = ("chosen", "rejected") if len(row.responses) == 2 else ("response",)
+        title = f"row {number}: {len(row.prompt)} tokens of prompt"
+        if not row.responses:
+            title += "; the response is sampled"
+        lines = _margined("prompt", "|", decode(list(row.prompt)))
+        for name, response in zip(names, row.responses, strict=False):
+            trained = sum(response.is_trained)
+            title += f", {len(response.ids)} of {name}"
+            title += f" ({trained} of them #)" if trained < len(response.ids) else ""
+            for is_trained, text in response.segments(row.prompt, decode):
+                lines += _margined(name, "#" if is_trained else "|", text)
+            if not response.is_finished:
+                lines.append(f"{name} is cut after {len(response.ids)} of {response.length} tokens: no end token")
+        yield [title, *(f"  {line}" for line in lines)]
 
 
 def _margined(name: str, mark: str, text: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from os.path import realpath
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,9 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.files import is_present
-from flexrlhf.data.text_example import TextExample
-from flexrlhf.data.text_rows import TextRows
 from flexrlhf.environments.sources import check_package, check_variables
 from flexrlhf.environments.tool_schemas import check_class, has_code
-from flexrlhf.errors import UserError, nearest, one_line, shown, some_of
+from flexrlhf.errors import UserError, nearest, shown, some_of
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_packages, check_run_engines
 from flexrlhf.plan.models import origins_first
@@ -42,8 +40,6 @@ from flexrlhf.weights.shapes import read_config
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 """Settings of an activation in the configs of transformers' families."""
-TRIED = 200
-"""Solutions of a file that a report tries: formulas take milliseconds each."""
 
 
 def check_runs(plans: Sequence[Plan]) -> None:
@@ -103,7 +99,7 @@ def _check_texts(
 
     ``environment``: whose class is there, and receives columns.
     """
-    texts = _texts(plan, source)
+    texts = plan.data.texts(source)
     operators = plan.graph.operators if source.is_training else plan.graph.evaluation if source.key == "eval" else ()
     sections = {"reward": plan.spec.reward or (), "cost": plan.spec.cost or ()}
     names = sorted({each.function for each in operators if each.kind == "score"})
@@ -114,24 +110,6 @@ def _check_texts(
         checks = SourceChecks(sections[name], name)
         checks.check_columns(columns, source.path, with_functions)
         checks.check_solutions([text.columns for text in texts], source.path)
-
-
-def _texts(plan: Plan, source: DataSource) -> list[TextExample]:
-    """Return the rows of a data file that can be read, as texts."""
-    bad_rows = plan.spec.data.bad_rows
-    return TextRows.usable(source.path, form=source.form, needs=source.needs, layout=source.layout, bad_rows=bad_rows)
-
-
-def solution_lines(plan: Plan, source: DataSource) -> Iterator[str]:
-    """Yield how many solutions of a file with prompts the rules of its scores cannot read, of some that are tried."""
-    if source.needs != "prompts" or source.key == "algorithm.ptx":
-        return
-    texts = _texts(plan, source)
-    for name, sources in (("reward", plan.spec.reward or ()), ("cost", plan.spec.cost or ())):
-        checks = SourceChecks(sources, name)
-        for setting, tried, unread, first in checks.solutions_read([each.columns for each in texts], TRIED):
-            example = f"; the first is {shown(first)}" if unread else ""
-            yield one_line(f"{setting}: solutions that the rule cannot read: {unread} of {tried}{example}")
 
 
 def _check_places(plan: Plan, plans: Sequence[Plan], index: int) -> None:

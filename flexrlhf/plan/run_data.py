@@ -17,27 +17,31 @@ from flexrlhf.config.data_settings import DataSpec, RowsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.chat import ChatFormat
 from flexrlhf.data.examples import DataCounts, Example, LoadedExamples, TokenLimits
-from flexrlhf.data.files import Row, is_present
+from flexrlhf.data.files import Row, absence, is_present
 from flexrlhf.data.inspection import Inspection
 from flexrlhf.data.order import SourceShare
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.row_layout import RowLayout
+from flexrlhf.data.text_example import TextExample
 from flexrlhf.data.text_rows import TextRows
 from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.environments.tool_schemas import has_code
-from flexrlhf.errors import UserError
+from flexrlhf.errors import UserError, one_line, shown
 from flexrlhf.operators.graph import Needs
 from flexrlhf.plan.run_tokenizer import (
     end_tokens,
     load_tokenizer,
 )
 from flexrlhf.plan.tokenizers import tokenizer_of, tokenizer_source
+from flexrlhf.rewards.checks import SourceChecks
 
 if TYPE_CHECKING:
     from flexrlhf.plan.plan import Plan
 
 PLANNED_ROWS = 2000
 """Most rows of a file that planning counts."""
+TRIED = 200
+"""Solutions of a file that are tried: formulas take milliseconds each."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,11 @@ class DataSource:
     def setting(self) -> str:
         """Setting that names the file."""
         return f"{self.key}.path"
+
+    @property
+    def absent_line(self) -> str:
+        """Reason why the rows of a file that planning does not find are not checked."""
+        return one_line(f"{self.key}: {self.path} {absence(self.path)}")
 
     def check(self, found: Inspection) -> None:
         """Raise UserError for a file with which ``run`` would stop: bad rows, or prompts over the limit that is one."""
@@ -133,6 +142,28 @@ class DataFiles:
         limits = replace(limits, long_prompts="error" if limits.drops else limits.long_prompts, bad_rows="error")
         named, with_columns = replace(source, path=name), self._reads_columns(source)
         return self._loaded(named, tokenizer, limits, with_columns=with_columns, rows=made).examples
+
+    def texts(self, source: DataSource) -> list[TextExample]:
+        """Return the rows of a file that can be read, as texts."""
+        return TextRows.usable(
+            source.path,
+            form=source.form,
+            needs=source.needs,
+            layout=source.layout,
+            bad_rows=self.plan.spec.data.bad_rows,
+        )
+
+    def solution_lines(self, source: DataSource) -> Iterator[str]:
+        """Yield how many solutions of a file with prompts the rules of its scores cannot read, of some that are
+        tried."""
+        if source.needs != "prompts" or source.key == "algorithm.ptx":
+            return
+        texts = self.texts(source)
+        for name, sources in (("reward", self.plan.spec.reward or ()), ("cost", self.plan.spec.cost or ())):
+            checks = SourceChecks(sources, name)
+            for setting, tried, unread, first in checks.solutions_read([each.columns for each in texts], TRIED):
+                example = f"; the first is {shown(first)}" if unread else ""
+                yield one_line(f"{setting}: solutions that the rule cannot read: {unread} of {tried}{example}")
 
     def _reads_columns(self, source: DataSource) -> bool:
         """Whether operators read the rows of ``source`` as text."""

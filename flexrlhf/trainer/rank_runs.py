@@ -18,7 +18,7 @@ from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.display.events import EventSender
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.placement.protocols import TransferProtocol
-from flexrlhf.plan.data_report import data_line, data_warnings, unread_line
+from flexrlhf.plan.data_report import DataReport
 from flexrlhf.plan.hub_names import commits
 from flexrlhf.plan.operator_protocols import PROTOCOLS, own_splits
 from flexrlhf.plan.pipeline import make_plan
@@ -123,10 +123,10 @@ def _called(
 def _send_counts(plan: Plan, data: RunData, events: EventSender) -> None:
     """Send the effect of the limits on the rows of each data file."""
     for source in plan.data.sources:
-        counts = data.counts[source.key]
-        for line in filter(None, (data_line(source, counts), unread_line(source, counts))):
+        report = DataReport(source, data.counts[source.key])
+        for line in report.lines():
             events.note(plan.spec.name, line)
-        for warning in data_warnings(source, counts):
+        for warning in report.warnings():
             print(f"flexrlhf: {plan.spec.name}: {warning}", file=sys.stderr, flush=True)
 
 

@@ -26,7 +26,7 @@ from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
-from flexrlhf.plan.data_report import data_line, data_warnings, format_inspection, quantile, unread_line
+from flexrlhf.plan.data_report import DataReport, quantile
 from flexrlhf.plan.run_data import DataSource
 
 ROWS = [{"prompt": "a b", "response": "c d e"}, {"prompt": "a b c d", "response": "e"}, {"prompt": "a", "response": ""}]
@@ -40,6 +40,10 @@ def inspect(path: Path, needs: Needs = "responses", limits: TokenLimits = LIMITS
 
 def source(path: Path, needs: Needs = "responses", key: str = "data") -> DataSource:
     return DataSource(key, str(path), "auto", needs)
+
+
+def report_text(source: DataSource, found: Inspection, decode: Any) -> str:
+    return DataReport(source, found.counts).whole(found, decode)
 
 
 # --- counts
@@ -81,7 +85,7 @@ def test_some_rows_stand_for_a_large_file(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *({"prompt": "a " * number} for number in range(1, 11)))
     found = inspect(path, needs="prompts", max_rows=5)
     assert found.counts.prompts == (2, 4, 6, 8, 10) and found.counts.num_rows == 10
-    assert "10 rows (5 of them counted), 4 of 5 (80.0%) prompts left out" in data_line(source(path), found.counts)
+    assert "10 rows (5 of them counted), 4 of 5 (80.0%) prompts left out" in DataReport(source(path), found.counts).line
 
 
 # --- rows that cannot be used, and those that repeat others
@@ -135,12 +139,12 @@ def test_unread_names_and_unknown_tokens_are_counted(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *(text | more for text, more in zip(texts, further, strict=True)))
     counts = inspect(path, tokenizer=Knowing()).counts
     assert counts.unread == {"column 'source'": 2, "column 'level'": 1} and counts.unknown == (1, 2)
-    assert data_line(source(path), counts).endswith("0 of 3 responses cut, 3 of 14 (21.4%) tokens unknown")
-    assert not list(data_warnings(source(path), counts))
+    assert DataReport(source(path), counts).line.endswith("0 of 3 responses cut, 3 of 14 (21.4%) tokens unknown")
+    assert not list(DataReport(source(path), counts).warnings())
     line = "data: these are not read: column 'source' (2 rows), column 'level' (1 row)"
-    assert unread_line(source(path), counts) == line
+    assert DataReport(source(path), counts).unread_line == line
     tokenizer = Knowing(ids={"<unk>": 99})
-    report = format_inspection(source(path), inspect(path, tokenizer=tokenizer), tokenizer.decode)
+    report = report_text(source(path), inspect(path, tokenizer=tokenizer), tokenizer.decode)
     assert "  3 of 14 (21.4%) tokens, in 2 of 3 (66.7%) rows, are the tokenizer's unknown token" in report
     assert f"  {line}\n" in report
     same = LoadedExamples.load(path, needs="responses", tokenizer=Knowing(), max_prompt_tokens=3, max_response_tokens=1)
@@ -174,21 +178,21 @@ def test_rows_that_cannot_be_read_are_left_out_by_reason(tmp_path: Path) -> None
     assert loaded.examples == expected.examples and len(loaded.examples) == 2
     counts = inspect(path, limits=limits).counts
     assert loaded.counts == counts and (counts.num_rows, sorted(counts.bad)) == (8, [1, 3, 4, 6, 7])
-    assert data_line(source(path), counts) == (
+    assert DataReport(source(path), counts).line == (
         f"data: {path}: form prompt, 8 rows, 5 of 8 (62.5%) cannot be read, 1 of 3 (33.3%) prompts left out, "
         "0 of 2 responses cut"
     )
-    _, warning = data_warnings(source(path), counts)
+    _, warning = DataReport(source(path), counts).warnings()
     assert warning == (
         "data: 5 of 8 (62.5%) rows cannot be read and are left out: 2 rows, such as row 1: 'prompt' must be a string, "
         "found a number; row 3: not JSON (Expecting value at column 1); row 4: a row must be a JSON object, found a "
         "list; row 6: needs the column 'response', but has the keys 'prompt'"
     )
     tokenizer = WordTokenizer()
-    text = format_inspection(source(path), inspect(path, limits=limits, tokenizer=tokenizer), tokenizer.decode)
+    text = report_text(source(path), inspect(path, limits=limits, tokenizer=tokenizer), tokenizer.decode)
     assert "rows that cannot be read: 5, left out\n    2 rows, such as row 1: 'prompt' must" in text
     some = inspect(path, limits=limits, max_rows=4).counts
-    assert (len(some.bad), len(some.prompts)) == (3, 1) and "(4 of them counted)" in data_line(source(path), some)
+    assert (len(some.bad), len(some.prompts)) == (3, 1) and "(4 of them counted)" in DataReport(source(path), some).line
     for command_limits in (limits, TokenLimits(4, 9)):
         (tmp_path / "c.jsonl").write_text(BAD[0])
         with pytest.raises(UserError, match="row 1: .prompt. must be a string"):
@@ -219,12 +223,12 @@ def counted(num_long: int, num_cut: int, long_prompts: Any = "drop", number: int
     ],
 )
 def test_a_line_has_the_counts(counts: DataCounts, line: str) -> None:
-    assert data_line(source(Path("a.jsonl")), counts) == f"data: a.jsonl: form prompt, {line}"
+    assert DataReport(source(Path("a.jsonl")), counts).line == f"data: a.jsonl: form prompt, {line}"
 
 
 def test_more_than_one_in_twenty_is_warned_of() -> None:
-    assert list(data_warnings(source(Path("a")), counted(5, 4))) == []
-    prompts, responses = data_warnings(source(Path("a"), key="eval"), counted(6, 6))
+    assert list(DataReport(source(Path("a")), counted(5, 4)).warnings()) == []
+    prompts, responses = DataReport(source(Path("a"), key="eval"), counted(6, 6)).warnings()
     assert prompts == (
         "eval: 6 of 100 (6.0%) prompts have more than data.max_prompt_tokens 8 and are left out; 95% have at most 9"
     )
@@ -243,7 +247,7 @@ def decode_with(tokenizer: WordTokenizer) -> Any:
 
 def test_the_report_shows_rows_as_a_run_has_them(tmp_path: Path) -> None:
     path, tokenizer = write_jsonl(tmp_path / "a.jsonl", *ROWS), WordTokenizer()
-    text = format_inspection(source(path), inspect(path, tokenizer=tokenizer), tokenizer.decode)
+    text = report_text(source(path), inspect(path, tokenizer=tokenizer), tokenizer.decode)
     assert text.splitlines()[1:] == [
         "  rows that cannot be read: 0",
         "  rows with the prompt of an earlier one: 0, its responses, too: 0",
@@ -277,7 +281,7 @@ def test_the_mask_of_a_chat_is_seen_without_colours(tmp_path: Path, tokenizers: 
     )
     tokenizer, roomy = tokenizers["smollm2"], TokenLimits(500, 500)
     found = inspect(path, tokenizer=tokenizer, limits=roomy)
-    lines = format_inspection(source(path), found, tokenizer.decode).splitlines()
+    lines = report_text(source(path), found, tokenizer.decode).splitlines()
     marked = "".join(line[13:] for line in lines if re.match(r"  response # ", line))
     others = "".join(line[13:] for line in lines if re.match(r"  \w+ +\| ", line))
     assert marked.replace("\\n", "\n") == "Hello\nyou<|im_end|>\n4<|im_end|>\n"
@@ -295,8 +299,8 @@ def test_rows_that_train_on_no_end_are_said(tmp_path: Path, tokenizers: dict[str
         settings = {"tokenizer": tokenizers["smollm2"], "chat": chat, "form": "auto", "layout": RowLayout()}
         found = Inspection.of(str(path), needs="responses", limits=TokenLimits(500, 500), **settings)
         said = "data: 2 of 2 (100.0%) rows train on no token that ends a response (<|im_end|>), so a policy"
-        assert sum(each.startswith(said) for each in data_warnings(source(path), found.counts)) == number
-        report = format_inspection(source(path), found, tokenizers["smollm2"].decode)
+        assert sum(each.startswith(said) for each in DataReport(source(path), found.counts).warnings()) == number
+        report = report_text(source(path), found, tokenizers["smollm2"].decode)
         assert (said.removeprefix("data: ") in report) == bool(number)
 
 
@@ -307,7 +311,7 @@ def test_texts_that_a_terminal_would_obey_are_escaped(tmp_path: Path) -> None:
 
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "a\x1b[31m\rb" + "c" * 2000 + "d\n"})
     found = inspect(path, needs="prompts", tokenizer=Characters(), limits=TokenLimits(5000, 5))
-    text = format_inspection(source(path, "prompts"), found, lambda ids: "".join(map(chr, ids)))
+    text = report_text(source(path, "prompts"), found, lambda ids: "".join(map(chr, ids)))
     assert r"| a\x1b[31m\rbccc" in text and text.endswith("ccd\\n") and "more characters) ... ccc" in text
     assert "; the response is sampled" in text and "\x1b" not in text
 

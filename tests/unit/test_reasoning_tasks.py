@@ -18,7 +18,6 @@ from flexrlhf.config.reward_sources import RuleSource
 from flexrlhf.data.files import Row, is_present, read_rows
 from flexrlhf.data.text_rows import TextRows
 from flexrlhf.errors import UserError
-from flexrlhf.plan.data_report import absent_line
 from flexrlhf.rewards.base import Sample, Scores
 from flexrlhf.rewards.checks import SourceChecks
 from flexrlhf.rewards.scorer import Scorer
@@ -122,7 +121,7 @@ def test_without_the_library_rows_and_rule_name_the_extra(monkeypatch: pytest.Mo
     )
     plan = plan_of(None, 2, "data.path=reasoning-gym:chain_sum")
     assert not is_present(plan.spec.data.path or "")
-    assert absent_line(plan.data.sources[0]) == (
+    assert plan.data.sources[0].absent_line == (
         "data: reasoning-gym:chain_sum needs reasoning-gym (flexrlhf[reasoning]): no rows are checked"
     )
 

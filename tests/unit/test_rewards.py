@@ -22,7 +22,7 @@ from flexrlhf.config.reward_sources import FunctionSource, RuleSource, ServiceSo
 from flexrlhf.data.examples import Example
 from flexrlhf.errors import UserError
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.input_checks import check_inputs, check_runs, solution_lines
+from flexrlhf.plan.input_checks import check_inputs, check_runs
 from flexrlhf.rewards.base import Sample, ScoreBatch, Scores, make_batch
 from flexrlhf.rewards.checks import SourceChecks
 from flexrlhf.rewards.replies import read_reply
@@ -567,7 +567,7 @@ def test_a_solution_that_no_rule_reads_is_named(
     rows = [{"prompt": "a", "answer": solution}] * 3
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = plan_of(None, 1, "data.path=data.jsonl", NO_REWARD_MODEL, f"reward={{rule: {name}}}")
-    assert list(solution_lines(plan, plan.data.sources[0])) == [
+    assert list(plan.data.solution_lines(plan.data.sources[0])) == [
         f"reward.answer: solutions that the rule cannot read: 3 of 3; the first is {solution!r}"
     ]
     with pytest.raises(UserError, match="reward.answer: the rule cannot read the solutions in data.jsonl, such as"):
