@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flexrlhf.cli.errors import one_sentence_usage, print_error, with_exit_codes
-from flexrlhf.config.plugins import SHIPPED, load_plugin, plugins, plugins_of_others
+from flexrlhf.config.plugins import SHIPPED, Plugin, load_plugin
 from flexrlhf.errors import UserError
 
 HEADINGS: Mapping[str, tuple[str, ...]] = {
@@ -81,7 +81,7 @@ class _Commands(dict[str, Any]):
 
     def with_others(self) -> Self:
         """Return the commands with those of other packages."""
-        for name in plugins("commands"):
+        for name in Plugin.of_group("commands"):
             self.setdefault(name, None)
         return self
 
@@ -138,7 +138,7 @@ class _CommandGroup(TyperGroup):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the plug-ins of other packages."""
-        others = [each for each in plugins_of_others() if each.group != "commands"]
+        others = [each for each in Plugin.of_others() if each.group != "commands"]
         if others:
             with formatter.section("Plug-ins of other packages"):
                 formatter.write_dl([(each.title, f"{each.package} {each.version}") for each in others])

@@ -15,7 +15,7 @@ from flexrlhf.cli.errors import EXIT_CODES, print_error
 from flexrlhf.cli.options import Force, Launcher, Nnodes, NodeRank, RdzvEndpoint, RunOptions, with_run_options
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.working import working
-from flexrlhf.config.plugins import check_plugin, load_plugin
+from flexrlhf.config.plugins import Plugin, load_plugin
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.display.plain_lines import width_of_output
 from flexrlhf.display.summary_text import format_summary
@@ -91,7 +91,7 @@ def run(
     """
     is_elsewhere, is_quickstart = launcher not in Hosts.LAUNCHERS, not runs.paths
     if is_elsewhere:
-        check_plugin("launchers", launcher, "--launcher", Hosts.LAUNCHERS)
+        Plugin.named("launchers", launcher, "--launcher", Hosts.LAUNCHERS)
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint).of_launcher(launcher, os.environ)
     if preflight and dry_run:
         raise UserError("--preflight and --dry-run exclude each other, since a preflight starts ranks: remove one")

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from flexrlhf.config.code_loading import NamedErrors
-from flexrlhf.config.plugins import find_plugin, load_plugin, plugins
+from flexrlhf.config.plugins import Plugin, load_plugin
 from flexrlhf.errors import UserError, nearest
 
 Split = Literal["whole", "rows", "flat"]
@@ -165,7 +165,7 @@ class EngineFacts:
     @staticmethod
     def is_engine(name: str) -> bool:
         """Return whether there is an engine of that name, rather than a word of ``rollout.engine``."""
-        return name not in ("auto", "transformers") and find_plugin("engines", name) is not None
+        return name not in ("auto", "transformers") and Plugin.find("engines", name) is not None
 
     @classmethod
     def check_name(cls, key: str, name: str) -> None:
@@ -180,7 +180,7 @@ class EngineFacts:
     def all_engines(cls) -> tuple[EngineFacts, ...]:
         """Return the facts of all engines that can be used."""
         found = []
-        for name in plugins("engines"):
+        for name in Plugin.of_group("engines"):
             with suppress(UserError):
                 found.append(cls.of(name))
         return tuple(found)

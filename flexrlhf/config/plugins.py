@@ -132,6 +132,66 @@ class Plugin:
     package: str = OURS
     version: str = ""
 
+    @classmethod
+    def of_group(cls, group: str) -> Mapping[str, Plugin]:
+        """Return all plug-ins of a group by name, this package's first.
+
+        Raises UserError for a name that several packages have.
+        """
+        found = {name: cls(group, name, reference) for name, reference in SHIPPED[group].items()}
+        for each in (each for each in cls.of_others() if each.group == group):
+            if (other := found.get(each.name)) is not None:
+                raise UserError(f"{each.title}: of {other.package} and of {each.package}; uninstall one of them")
+            found[each.name] = each
+        return MappingProxyType(found)
+
+    @classmethod
+    @cache
+    def of_others(cls) -> tuple[Plugin, ...]:
+        """Return the plug-ins that other packages have, by group."""
+        from importlib.metadata import entry_points
+
+        # all groups at once: each question reads the metadata of every package
+        found = entry_points()
+        return tuple(
+            cls(group, each.name, each.value, each.dist.name, each.dist.version)
+            for group in SHIPPED
+            for each in found.select(group=f"{OURS}.{group}")
+            if each.dist is not None and each.dist.name != OURS
+        )
+
+    @classmethod
+    def find(cls, group: str, name: str) -> Plugin | None:
+        """Return the plug-in of that name, if there is one. Raises UserError as ``of_group``."""
+        if name in SHIPPED[group]:
+            return cls(group, name, SHIPPED[group][name])
+        return cls.of_group(group).get(name)
+
+    @classmethod
+    def named(cls, group: str, name: str, where: str, others: tuple[str, ...] = ()) -> Plugin:
+        """Return the plug-in of that name. Raises UserError if there is none.
+
+        where:   place of the name, for the message.
+        others:  names that go there and are no plug-ins.
+        """
+        found = cls.find(group, name)
+        if found is None:
+            known = tuple(dict.fromkeys((*others, *cls.of_group(group))))
+            raise UserError(f"{where} {name!r}: unknown{nearest(name, known)}; known: {', '.join(known) or 'none'}")
+        return found
+
+    @classmethod
+    def chosen(cls, group: str) -> Plugin:
+        """Return the only plug-in of a group: another package's goes before this package's.
+
+        Raises UserError if several packages have one.
+        """
+        others = [each for each in cls.of_others() if each.group == group]
+        if len(others) > 1:
+            found = " and ".join(f"{each.name} of {each.package}" for each in others)
+            raise UserError(f"{group}: {found}; uninstall one")
+        return others[0] if others else next(iter(cls.of_group(group).values()))
+
     @property
     def is_ours(self) -> bool:
         """Whether this package has it."""
@@ -167,79 +227,16 @@ class Plugin:
             ) from None
 
 
-def plugins(group: str) -> Mapping[str, Plugin]:
-    """Return all plug-ins of a group by name, this package's first.
-
-    Raises UserError for a name that several packages have.
-    """
-    found = {name: Plugin(group, name, reference) for name, reference in SHIPPED[group].items()}
-    for each in _of_others(group):
-        if (other := found.get(each.name)) is not None:
-            raise UserError(f"{each.title}: of {other.package} and of {each.package}; uninstall one of them")
-        found[each.name] = each
-    return MappingProxyType(found)
-
-
-def _of_others(group: str) -> tuple[Plugin, ...]:
-    return tuple(each for each in plugins_of_others() if each.group == group)
-
-
-@cache
-def plugins_of_others() -> tuple[Plugin, ...]:
-    """Return the plug-ins that other packages have, by group."""
-    from importlib.metadata import entry_points
-
-    # all groups at once: each question reads the metadata of every package
-    found = entry_points()
-    return tuple(
-        Plugin(group, each.name, each.value, each.dist.name, each.dist.version)
-        for group in SHIPPED
-        for each in found.select(group=f"{OURS}.{group}")
-        if each.dist is not None and each.dist.name != OURS
-    )
-
-
-def find_plugin(group: str, name: str) -> Plugin | None:
-    """Return the plug-in of that name, if there is one. Raises UserError as ``plugins``."""
-    if name in SHIPPED[group]:
-        return Plugin(group, name, SHIPPED[group][name])
-    return plugins(group).get(name)
-
-
-def chosen_plugin(group: str) -> Plugin:
-    """Return the only plug-in of a group: another package's goes before this package's.
-
-    Raises UserError if several packages have one.
-    """
-    others = _of_others(group)
-    if len(others) > 1:
-        raise UserError(f"{group}: {' and '.join(f'{each.name} of {each.package}' for each in others)}; uninstall one")
-    return others[0] if others else next(iter(plugins(group).values()))
-
-
 @cache
 def load_plugin(group: str, name: str) -> Any:
     """Load a plug-in, once in a process. Raises UserError as ``Plugin.load``, and for an unknown name."""
-    return _found(group, name, f"{group.removesuffix('s')}").load()
-
-
-def check_plugin(group: str, name: str, where: str, others: tuple[str, ...] = ()) -> None:
-    """Raise UserError where no plug-in has a name, found at ``where``. ``others``: names that are none."""
-    _found(group, name, where, others)
-
-
-def _found(group: str, name: str, where: str, others: tuple[str, ...] = ()) -> Plugin:
-    found = find_plugin(group, name)
-    if found is None:
-        known = tuple(dict.fromkeys((*others, *plugins(group))))
-        raise UserError(f"{where} {name!r}: unknown{nearest(name, known)}; known: {', '.join(known) or 'none'}")
-    return found
+    return Plugin.named(group, name, group.removesuffix("s")).load()
 
 
 def named_reference(group: str, written: str) -> str:
     """Return ``module:attribute`` of a plug-in that a setting names; other texts as they are.
 
-    Raises UserError as ``plugins``.
+    Raises UserError as ``Plugin.of_group``.
     """
-    found = plugins(group).get(written) if written.replace("-", "_").isidentifier() else None
+    found = Plugin.of_group(group).get(written) if written.replace("-", "_").isidentifier() else None
     return written if found is None else found.reference

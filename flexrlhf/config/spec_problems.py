@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
-from flexrlhf.config.plugins import plugins
+from flexrlhf.config.plugins import Plugin
 from flexrlhf.config.reward_sources import KINDS
 from flexrlhf.config.secrets import hidden, shown_override, without_secrets
 from flexrlhf.config.strict_model import StrictModel, mappings
@@ -63,7 +63,7 @@ def written_in(problem: str, applied: Sequence[tuple[str, str]]) -> str | None:
 def _named(where: str) -> tuple[str, Sequence[str]]:
     """Return the kind of a mapping with a ``name``, and the names that there are."""
     group = "loggers" if where.startswith("loggers") else "algorithms"
-    return group.removesuffix("s"), tuple(plugins(group))
+    return group.removesuffix("s"), tuple(Plugin.of_group(group))
 
 
 def first_problem(error: ValidationError, kind: type[BaseModel]) -> str:

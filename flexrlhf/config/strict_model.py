@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, InitErrorDetails
 
-from flexrlhf.config.plugins import SHIPPED, find_plugin, load_plugin
+from flexrlhf.config.plugins import SHIPPED, Plugin, load_plugin
 from flexrlhf.errors import nearest
 
 LEAST_SECONDS = 0.01
@@ -135,7 +135,7 @@ def plugin_settings(group: str) -> Any:
 
     def validate(written: Any, others: Callable[[Any], Any]) -> Any:
         name = written.get("name") if isinstance(written, dict) else None
-        if not isinstance(name, str) or name in SHIPPED[group] or find_plugin(group, name) is None:
+        if not isinstance(name, str) or name in SHIPPED[group] or Plugin.find(group, name) is None:
             return others(written)
         loaded = load_plugin(group, name)
         return getattr(loaded, "settings", loaded).model_validate(written)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.plugins import chosen_plugin
+from flexrlhf.config.plugins import Plugin
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.hosts import Hosts
@@ -60,7 +60,7 @@ def _with_placement(spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str
     if spec.placement != "auto" and "placement" in spec.model_fields_set:
         return spec, ""
     try:
-        chooser: Chooser = chosen_plugin("chooser").load()
+        chooser: Chooser = Plugin.chosen("chooser").load()
     except UserError as error:
         if spec.placement == "auto":
             raise

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from flexrlhf.config.code_checks import imported_files, python_file
 from flexrlhf.config.engines import PEFT, EngineFacts
-from flexrlhf.config.plugins import find_plugin, plugins
+from flexrlhf.config.plugins import Plugin
 from flexrlhf.config.reward_sources import FunctionSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.reasoning_tasks import is_task
@@ -198,10 +198,10 @@ def used_plugins(plan: Plan) -> dict[str, str]:
     if spec.environment is not None and spec.environment.path is not None:
         references.add(("environments", spec.environment.path))
     named = [
-        find_plugin("algorithms", spec.algorithm.name),
-        *(find_plugin("engines", model.engine) for model in plan.placement.models),
-        *(find_plugin("loggers", each.name) for each in spec.loggers),
-        *(each for group in ("rewards", "environments") for each in plugins(group).values()),
+        Plugin.find("algorithms", spec.algorithm.name),
+        *(Plugin.find("engines", model.engine) for model in plan.placement.models),
+        *(Plugin.find("loggers", each.name) for each in spec.loggers),
+        *(each for group in ("rewards", "environments") for each in Plugin.of_group(group).values()),
     ]
     return {
         each.title: f"{each.package} {each.version}"

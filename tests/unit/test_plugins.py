@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from flexrlhf.cli import app
 from flexrlhf.config import engines, plugins
 from flexrlhf.config.algorithms import AnyAlgorithm
-from flexrlhf.config.plugins import SHIPPED, find_plugin, load_plugin
+from flexrlhf.config.plugins import SHIPPED, Plugin, load_plugin
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import RankFailure, UserError
@@ -40,7 +40,7 @@ RUN: dict[str, Any] = {
 
 def clear() -> None:
     for cached in (
-        plugins.plugins_of_others,
+        Plugin.of_others,
         plugins.load_plugin,
         engines.EngineFacts.of,
         engines.EngineFacts.all_engines,
@@ -198,7 +198,7 @@ def test_two_packages_may_not_have_one_name(install: Install, tmp_path: Path, mo
     entries = tmp_path / "site" / "guest-1.2.dist-info" / "entry_points.txt"
     entries.write_text("[flexrlhf.engines]\ntorch = guest.facts:GUEST\nguest = guest.facts:GUEST\n")
     with pytest.raises(UserError, match="engine torch: of flexrlhf and of guest; uninstall one of them"):
-        find_plugin("engines", "guest")
+        Plugin.find("engines", "guest")
     assert isinstance(Spec.parse(PPO), Spec)
 
 
