@@ -34,7 +34,7 @@ from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.shapes import model_shape
-from flexrlhf.weights.sync_plan import SyncPlan, sync_bytes, transfers_of
+from flexrlhf.weights.sync_plan import SyncPlan, transfers_of
 
 MODEL = {
     "model_type": "llama",
@@ -161,7 +161,7 @@ def rank_main(rank: int, port: int, settings: SyncSpec, rounds: int, names: list
             bench = Bench(world, groups, *PAIRS[name], shape)
             seconds = measure(bench, bench.ways(settings), rounds, name)
             if rank == 0:
-                size_mb = sync_bytes(*PAIRS[name], shape) / 1e6
+                size_mb = SyncPlan.all_bytes(*PAIRS[name], shape) / 1e6
                 print(line(name, size_mb, seconds), flush=True)
         world.meet("end", TIMEOUT)
         groups.close()

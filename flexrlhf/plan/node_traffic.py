@@ -12,7 +12,7 @@ from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
 from flexrlhf.weights.shards import part_elements
-from flexrlhf.weights.sync_plan import sync_bytes, sync_links
+from flexrlhf.weights.sync_plan import SyncPlan
 
 if TYPE_CHECKING:
     from flexrlhf.plan.plan import Plan
@@ -67,7 +67,7 @@ class PlanTraffic:
         """Return the bytes that cross between ranks when ``sync`` runs once; None for an architecture yet unknown."""
         source, destination = self.plan.placement[sync.source], self.plan.placement[sync.destination]
         shape = self.plan.shapes.get(source.role)
-        return None if shape is None else sync_bytes(source, destination, shape, self.plan.spec.sync.dtype)
+        return None if shape is None else SyncPlan.all_bytes(source, destination, shape, self.plan.spec.sync.dtype)
 
     def sync_links(self, sync: Sync) -> Mapping[tuple[int, int], float]:
         """Return the bytes of ``sync_bytes`` by link (source, destination); empty for an unknown architecture."""
@@ -75,7 +75,9 @@ class PlanTraffic:
         shape, settings, node_of = self.plan.shapes.get(source.role), self.plan.spec.sync, self.plan.cluster.node_of
         if shape is None:
             return {}
-        return sync_links(source, destination, shape, settings.bucket_bytes, node_of, settings.dtype, sync.overlaps)
+        return SyncPlan.bytes_by_link(
+            source, destination, shape, settings.bucket_bytes, node_of, settings.dtype, sync.overlaps
+        )
 
     def _of_move(self, move: Move) -> list[Flow]:
         """Return the flows of a Move. All columns for one rank are one message; rows are sent padded."""

@@ -119,6 +119,40 @@ class SyncPlan:
         transfers = transfers_of(source, destination, shape, bucket_bytes, node_of, dtype, overlaps)
         return sync_on_rank(transfers, source, destination, shape, rank, dtype)
 
+    @staticmethod
+    def bytes_by_link(
+        source: PlacedModel,
+        destination: PlacedModel,
+        shape: ModelShape,
+        bucket_bytes: int,
+        node_of: NodeOf | None = None,
+        dtype: Dtype | None = None,
+        overlaps: bool = False,
+    ) -> Mapping[tuple[int, int], float]:
+        """Return the bytes that cross from rank to rank in one Sync: weights, and adapters that are gathered.
+
+        Replicas of the source are counted with equal shares. Checksums are not counted: 8 bytes a message.
+        """
+        found: dict[tuple[int, int], float] = defaultdict(float)
+        item = destination.sent_item_bytes(dtype)
+        most = _bucket_elements(destination, bucket_bytes, dtype)
+        for link, elements in mean_links(*_holdings(source, destination, shape), most, node_of, overlaps).items():
+            found[link] += item * elements
+        for ranks, size in _gathered_bytes(source, destination, shape):
+            for link in permutations(ranks, 2):
+                found[link] += size
+        return dict(found)
+
+    @staticmethod
+    def all_bytes(source: PlacedModel, destination: PlacedModel, shape: ModelShape, dtype: Dtype | None = None) -> int:
+        """Return the sum of ``bytes_by_link``, which depends on no bucket: elements that destination ranks lack."""
+        sent, needed = _holdings(source, destination, shape)
+        total = sum(len(ranks) * lacking(sent.get(ranks[0], {}), needed[ranks[0]]) for ranks in alike(needed, sent))
+        gathers = sum(
+            len(ranks) * (len(ranks) - 1) * size for ranks, size in _gathered_bytes(source, destination, shape)
+        )
+        return destination.sent_item_bytes(dtype) * total + gathers
+
 
 def sync_on_rank(
     transfers: TransferPlan,
@@ -166,38 +200,6 @@ def _holdings(source: PlacedModel, destination: PlacedModel, shape: ModelShape) 
         source.by_position(lambda rank: sent_parts(source, destination, shape, rank)),
         destination.by_position(lambda rank: shape.trained_parts(destination, rank)),
     )
-
-
-def sync_links(
-    source: PlacedModel,
-    destination: PlacedModel,
-    shape: ModelShape,
-    bucket_bytes: int,
-    node_of: NodeOf | None = None,
-    dtype: Dtype | None = None,
-    overlaps: bool = False,
-) -> Mapping[tuple[int, int], float]:
-    """Return the bytes that cross from rank to rank in one Sync: weights, and adapters that are gathered.
-
-    Replicas of the source are counted with equal shares. Checksums are not counted: 8 bytes a message.
-    """
-    found: dict[tuple[int, int], float] = defaultdict(float)
-    item = destination.sent_item_bytes(dtype)
-    most = _bucket_elements(destination, bucket_bytes, dtype)
-    for link, elements in mean_links(*_holdings(source, destination, shape), most, node_of, overlaps).items():
-        found[link] += item * elements
-    for ranks, size in _gathered_bytes(source, destination, shape):
-        for link in permutations(ranks, 2):
-            found[link] += size
-    return dict(found)
-
-
-def sync_bytes(source: PlacedModel, destination: PlacedModel, shape: ModelShape, dtype: Dtype | None = None) -> int:
-    """Return the sum of ``sync_links``, which depends on no bucket: elements that destination ranks lack."""
-    sent, needed = _holdings(source, destination, shape)
-    total = sum(len(ranks) * lacking(sent.get(ranks[0], {}), needed[ranks[0]]) for ranks in alike(needed, sent))
-    gathers = sum(len(ranks) * (len(ranks) - 1) * size for ranks, size in _gathered_bytes(source, destination, shape))
-    return destination.sent_item_bytes(dtype) * total + gathers
 
 
 def _gathered_bytes(

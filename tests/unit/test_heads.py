@@ -29,7 +29,7 @@ from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import model_shape
-from flexrlhf.weights.sync_plan import sync_bytes, sync_links
+from flexrlhf.weights.sync_plan import SyncPlan
 
 LOGPROBS = Operator("logprobs", "forward", "actor", TEXT, ("logprobs",))
 VALUES = Operator("values", "forward", "actor", TEXT, ("values",))
@@ -131,7 +131,7 @@ def test_nothing_of_the_second_head_is_sent_to_a_rollout_engine(settings: dict[s
     assert ParameterName.SCALAR_HEAD in shape.trained_parts(source, 0)
     # the same tensors are gathered as of a model without that head
     without = plain if shape is not ADAPTED else plain.with_adapters("actor", LoraSpec(rank=2))
-    found, expected = (sync_links(source, ROLLOUT, each, 10**9) for each in (shape, without))
+    found, expected = (SyncPlan.bytes_by_link(source, ROLLOUT, each, 10**9) for each in (shape, without))
     assert found == expected
 
 
@@ -139,7 +139,7 @@ def test_a_shadow_is_sent_both_heads() -> None:
     """8 numbers more in float32."""
     source, shadow, plain = trunk((0,)), trunk((2,), "actor.shadow"), model_shape("actor", ModelSpec(init=TINY))
     assert plain is not None
-    sent = [sync_bytes(source, shadow, shape) for shape in (plain, trunk_shape())]
+    sent = [SyncPlan.all_bytes(source, shadow, shape) for shape in (plain, trunk_shape())]
     assert sent[1] - sent[0] == 4 * 8
 
 

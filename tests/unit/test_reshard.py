@@ -13,7 +13,7 @@ from flexrlhf.strategies.instructions import Save, Sync
 from flexrlhf.trainer.restoration import bucket_names
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.shards import part_elements
-from flexrlhf.weights.sync_plan import sync_bytes
+from flexrlhf.weights.sync_plan import SyncPlan
 
 SHAPE = ModelShape((("norm.weight", (5,)), ("q_proj.weight", (4, 3))))
 """5 numbers that tensor parallelism leaves whole, and 4 rows of 3 that it cuts."""
@@ -64,7 +64,7 @@ def test_only_what_training_changes_travels() -> None:
 
 def bytes_between(source: dict[str, Any], shadow: dict[str, Any]) -> int:
     trained, copy = placed_model("actor", (0, 1), **source), placed_model("actor.shadow", (2, 3), **shadow)
-    return sync_bytes(trained, copy, SHAPE)
+    return SyncPlan.all_bytes(trained, copy, SHAPE)
 
 
 @pytest.mark.parametrize("source", [{}, SHARDED, DEEPSPEED, TENSOR], ids=str)

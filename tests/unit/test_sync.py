@@ -30,7 +30,7 @@ from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import Parts
-from flexrlhf.weights.sync_plan import SyncPlan, sync_bytes, transfers_of
+from flexrlhf.weights.sync_plan import SyncPlan, transfers_of
 
 TRAINED, SHADOW, LARGER = (0, 1, 2, 3), (4, 5, 6), (4, 5, 6, 7)
 LAYOUTS: list[dict[str, Any]] = [{}, {"zero": 3}, {"engine": "deepspeed", "zero": 3}]
@@ -218,7 +218,7 @@ class Case:
         return {name: torch.zeros(part.num_elements, dtype=types[name]) for name, part in parts.items()}
 
     def planned_bytes(self) -> int:
-        return sync_bytes(self.source, self.shadow, self.shape, self.settings.dtype)
+        return SyncPlan.all_bytes(self.source, self.shadow, self.shape, self.settings.dtype)
 
 
 @dataclass
@@ -407,7 +407,7 @@ def test_a_copy_of_a_larger_type_gets_rounded_weights(
         moved = move(case, wires, times=2)
         assert_arrived(case, moved)
         assert moved.num_bytes == 2 * case.planned_bytes()
-        assert 2 * case.planned_bytes() == sync_bytes(case.source, case.shadow, case.shape)
+        assert 2 * case.planned_bytes() == SyncPlan.all_bytes(case.source, case.shadow, case.shape)
 
 
 @pytest.mark.parametrize("source", ["{}", "{zero: 3}"])

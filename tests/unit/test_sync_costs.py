@@ -18,7 +18,7 @@ from flexrlhf.guideline.simulation.pricing import side_of
 from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import part_elements
-from flexrlhf.weights.sync_plan import sync_links
+from flexrlhf.weights.sync_plan import SyncPlan
 
 COSTS = AnalyticCosts()
 PER_NODE = 4
@@ -48,7 +48,7 @@ def test_bytes_that_cross_are_those_of_the_plan(source: dict[str, Any], receivin
         for tp in (1, 4):
             trained, copy = placed_model("actor", ranks, **source), placed_model("actor.shadow", copied, tp=tp)
             crossing: Counter[tuple[str, int]] = Counter()
-            links = sync_links(trained, copy, SHAPE, 10**6, lambda rank: rank // PER_NODE, None, overlaps)
+            links = SyncPlan.bytes_by_link(trained, copy, SHAPE, 10**6, lambda rank: rank // PER_NODE, None, overlaps)
             for (sender, receiver), sent in links.items():
                 if sender // PER_NODE != receiver // PER_NODE:
                     crossing["sent", sender // PER_NODE] += sent

@@ -14,12 +14,7 @@ from flexrlhf.config.spec import RolloutSpec, SyncSpec
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import part_elements
-from flexrlhf.weights.sync_plan import (
-    SyncPlan,
-    sync_bytes,
-    sync_links,
-    transfers_of,
-)
+from flexrlhf.weights.sync_plan import SyncPlan, transfers_of
 from flexrlhf.weights.sync_volumes import volumes
 from flexrlhf.weights.transfer_plan import WeightMessage, count
 from flexrlhf.weights.transfers import NodeOf
@@ -112,10 +107,10 @@ def test_volumes_are_computed_once_for_alike_ranks_and_for_plans_with_other_sett
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 def test_bytes_do_not_depend_on_buckets(source: dict[str, Any], copy: dict[str, Any]) -> None:
     trained, follower = placed_model("actor", RANKS, **source), placed_model("actor.shadow", COPY, **copy)
-    planned = sync_bytes(trained, follower, shape())
+    planned = SyncPlan.all_bytes(trained, follower, shape())
     for size in (BUCKET, 10**9):
         assert 4 * sum(transfers_of(trained, follower, shape(), size).links.values()) == planned
-    links = sync_links(trained, follower, shape(), BUCKET)
+    links = SyncPlan.bytes_by_link(trained, follower, shape(), BUCKET)
     assert sum(links.values()) == pytest.approx(planned)
     for rank in COPY:
         found, mean = (
@@ -140,7 +135,7 @@ def test_nothing_crosses_where_each_rank_has_whole_tensors(
     source: dict[str, Any], ranks: tuple[int, ...], expected: bool
 ) -> None:
     trained, follower = placed_model("actor", (0, 1), **source), placed_model("actor.shadow", ranks)
-    assert follower.is_filled_in_place(trained) == expected == (sync_bytes(trained, follower, shape()) == 0)
+    assert follower.is_filled_in_place(trained) == expected == (SyncPlan.all_bytes(trained, follower, shape()) == 0)
 
 
 def test_adapters_are_sent_alone_where_the_copy_has_them_too() -> None:
@@ -174,4 +169,4 @@ def test_shards_of_adapters_are_gathered_where_they_are_merged(
         assert set(plan.adapters.parts) == {name for name, _ in adapted.trained}
         received += (len(plan.adapters.ranks) - 1) * part_elements(stored, list(plan.adapters.parts))
     sent = 2 * 2 * part_elements(parts := adapted.trained_parts(engine, 4), list(parts))
-    assert sync_bytes(actor, engine, adapted) == sent + 4 * received
+    assert SyncPlan.all_bytes(actor, engine, adapted) == sent + 4 * received
