@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.spec import Spec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, own_template, read_chat_format
 from flexrlhf.data.files import json_type
@@ -134,39 +132,6 @@ def saved_template(tokenizer: Any, chat: ChatFormat) -> str | None:
     """Return the text of the chat template that is saved with a model; None if the tokenizer's own is."""
     template = None if chat.end is None else run_template(tokenizer, chat)
     return chat.template if template is None else template.text
-
-
-@dataclass(frozen=True)
-class ResponseText:
-    """Decoder of tokens of responses to the text that scores, stop strings and people read.
-
-    tokenizer:  of the run.
-    left_out:   special tokens that the text has none of; None: it has no special token at all.
-    """
-
-    tokenizer: Any
-    left_out: frozenset[int] | None = None
-
-    @classmethod
-    def of(cls, spec: Spec, tokenizer: Any, ends: Collection[int]) -> ResponseText:
-        """Return the decoder of a run, by ``rollout.special_tokens``.
-
-        ends:  padding, and tokens that end a response.
-        """
-        if spec.rollout.special_tokens == "skip":
-            return cls(tokenizer)
-        borders = {token for token in (tokenizer.bos_token_id, *ends) if token is not None}
-        # a common token that ends a response is a part of it
-        return cls(
-            tokenizer, frozenset(each for each in borders if not tokenizer.decode([each], skip_special_tokens=True))
-        )
-
-    def __call__(self, tokens: Sequence[int]) -> str:
-        if self.left_out is None:
-            text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        else:
-            text = self.tokenizer.decode([token for token in tokens if token not in self.left_out])
-        return text
 
 
 def usage_files(

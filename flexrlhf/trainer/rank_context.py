@@ -13,13 +13,14 @@ from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
-from flexrlhf.plan.run_tokenizer import ResponseText, load_tokenizer
+from flexrlhf.plan.run_tokenizer import load_tokenizer
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_turns import EnvironmentCaller, make_environment_caller, open_log
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.loaded_models import LoadedModel, load_models
 from flexrlhf.trainer.memory_meter import MemoryMeter, ModelsOnRank, ReportMemory, connected_memory, memory_in_use
+from flexrlhf.trainer.response_text import ResponseText
 from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.trainer.text_operators import ExternalScorers, make_external_scorers
 

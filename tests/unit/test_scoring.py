@@ -25,8 +25,8 @@ from flexrlhf.objectives.context import Columns
 from flexrlhf.objectives.reward_shaping import last_positions
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.run_tokenizer import ResponseText
 from flexrlhf.trainer.operator_context import sampled_ids
+from flexrlhf.trainer.response_text import ResponseText
 from flexrlhf.trainer.text_operators import ExternalScorers, make_external_scorers
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
