@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.output_path import OutputPath
-from flexrlhf.config.setting_list import TITLE, format_settings, json_schema, keys_from
+from flexrlhf.config.setting_list import format_settings, keys_from
+from flexrlhf.config.spec import Spec
+
+TITLE = "flexrlhf run"
+"""Title of the JSON Schema, by which a file of it is recognised."""
 
 
 def complete_settings_text(incomplete: str) -> list[str]:
@@ -39,6 +43,19 @@ def settings(text: Text = None) -> None:
     """
     width = shutil.get_terminal_size((100, 24)).columns
     typer.echo(format_settings(text, width))
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a YAML: keys, types, choices, bounds, defaults and descriptions.
+
+    Rules for several settings together (vectors and models, chunks and mini-batches, ...) are checked by
+    ``flexrlhf plan`` alone.
+    """
+    schema = Spec.model_json_schema(by_alias=True)
+    for algorithm in schema["properties"]["algorithm"]["discriminator"]["mapping"].values():
+        definition = schema["$defs"][algorithm.rpartition("/")[2]]
+        definition["required"] = sorted({"name", *definition.get("required", ())})
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": TITLE}
 
 
 def schema(output: Output = None) -> None:

@@ -1,4 +1,4 @@
-"""All settings of the YAML as the schema has them: a list for the reference and the terminal, and JSON Schema."""
+"""All settings of the YAML as the schema has them: a list for the reference and the terminal."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import mappings, meaning, plain_text
 from flexrlhf.errors import UserError, nearest
 
-TITLE = "flexrlhf run"
-"""Title of the JSON Schema, by which a file of it is recognised."""
 NARROWEST, WIDEST = 40, 120
 """Columns of a text."""
 _ROLES = ("all", "actor", "critic", "cost_critic", "ref", "reward", "cost")
@@ -314,16 +312,3 @@ def keys_from(start: str) -> Iterator[str]:
     for each in found:
         if not (each.endswith("=") and f"{each[:-1]}." in found):
             yield f"{scope}{colon}{each}"
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a YAML: keys, types, choices, bounds, defaults and descriptions.
-
-    Rules for several settings together (vectors and models, chunks and mini-batches, ...) are checked by
-    ``flexrlhf plan`` alone.
-    """
-    schema = Spec.model_json_schema(by_alias=True)
-    for algorithm in schema["properties"]["algorithm"]["discriminator"]["mapping"].values():
-        definition = schema["$defs"][algorithm.rpartition("/")[2]]
-        definition["required"] = sorted({"name", *definition.get("required", ())})
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": TITLE}

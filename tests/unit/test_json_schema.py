@@ -16,7 +16,7 @@ from small_runs import PPO
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
-from flexrlhf.config.setting_list import json_schema
+from flexrlhf.cli.settings import json_schema
 from flexrlhf.config.spec_file import apply_override, load_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.data.quickstart import config_paths
