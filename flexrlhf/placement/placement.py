@@ -11,8 +11,9 @@ from types import MappingProxyType
 from flexrlhf.config.model_settings import ShadowSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.operators.graph import Graph
-from flexrlhf.placement.layout import Layout
+from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel, PlacedOperator
+from flexrlhf.placement.protocols import PromptParts
 
 MOST_OF_SHARES = 1000
 """Largest share of rows over one with which a replica has none, or next to none."""
@@ -110,6 +111,14 @@ class Placement:
     def layout_of(self, operator: PlacedOperator) -> Layout:
         """Return the layout of the rows of ``operator``: its copy's, or the one that its protocol has."""
         return self.layouts.get(_name_in_settings(operator)) or self.copy_for(operator).layout
+
+    def own_splits(self, batch: BatchShape) -> dict[str, list[PromptParts]]:
+        """Return the splits of each mini-batch by the functions of a user's, by operator."""
+        return {
+            name: [layout.protocol.parts(layout.replica_sets, batch.numbers(each)) for each in batch.mini_batches]
+            for name, layout in self.layouts.items()
+            if layout.protocol is not None
+        }
 
     def pass_tokens_of(self, operator: PlacedOperator) -> int | None:
         """Return the computed tokens of a pass of ``operator``; None: as in the settings of its model."""

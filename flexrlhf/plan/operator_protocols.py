@@ -6,7 +6,6 @@ and ``rollout`` give an operator. Its name here demands that layout.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 from flexrlhf.config.code_checks import check_function
@@ -16,7 +15,7 @@ from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.placement import Placement
-from flexrlhf.placement.protocols import Arguments, PromptParts, TransferProtocol
+from flexrlhf.placement.protocols import TransferProtocol
 from flexrlhf.text import ranks_text
 
 PROTOCOLS = "algorithm.protocols"
@@ -34,12 +33,7 @@ def with_protocols(placement: Placement, graph: Graph, spec: Spec) -> Placement:
     # environments have the rows of generation; moves for what most steps skip would be in every step
     operators = {each.name: each for each in graph.operators if each.kind != "interact" and not each.is_rare}
     found: dict[str, TransferProtocol] = {}
-    arguments: dict[str, dict[Arguments, None]] = defaultdict(dict)
     shape = BatchShape.of(spec)
-    for name, reference in spec.algorithm.protocols.items():
-        if name in operators:
-            replicas = placement.layout_of(operators[name]).replica_sets
-            arguments[reference] |= {(replicas, shape.numbers(each)): None for each in shape.mini_batches}
     layouts: dict[str, Layout] = {}
     for name, reference in spec.algorithm.protocols.items():
         key = f"{PROTOCOLS}.{name}"
@@ -48,10 +42,15 @@ def with_protocols(placement: Placement, graph: Graph, spec: Spec) -> Placement:
         if ":" in reference:
             if reference not in found:
                 check_function(reference, key)
+                arguments = {
+                    (placement.layout_of(operators[other]).replica_sets, shape.numbers(each)): None
+                    for other, same in spec.algorithm.protocols.items()
+                    if same == reference and other in operators
+                    for each in shape.mini_batches
+                }
                 # ranks compare theirs with each other's
-                found[reference] = TransferProtocol.read(
-                    reference, tuple(arguments[reference]), 1 if Hosts.under_torchrun() else 2
-                )
+                processes = 1 if Hosts.under_torchrun() else 2
+                found[reference] = TransferProtocol.read(reference, tuple(arguments), processes)
             layouts[name] = replace(placement.layout_of(operators[name]), protocol=found[reference])
         elif reference not in NAMED:
             raise UserError(
@@ -63,15 +62,6 @@ def with_protocols(placement: Placement, graph: Graph, spec: Spec) -> Placement:
         if reason := "" if ":" in reference else _misfit(reference, operators[name], placed, graph, spec):
             raise UserError(f"{PROTOCOLS}.{name}: {reference}, but {reason}")
     return placed
-
-
-def own_splits(placement: Placement, batch: BatchShape) -> dict[str, list[PromptParts]]:
-    """Return the splits of each mini-batch by the functions of a user's, by operator."""
-    return {
-        name: [layout.protocol.parts(layout.replica_sets, batch.numbers(each)) for each in batch.mini_batches]
-        for name, layout in placement.layouts.items()
-        if layout.protocol is not None
-    }
 
 
 def _misfit(protocol: str, operator: Operator, placement: Placement, graph: Graph, spec: Spec) -> str:

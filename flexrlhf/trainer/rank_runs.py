@@ -20,7 +20,6 @@ from flexrlhf.errors import UserError, one_line
 from flexrlhf.placement.protocols import TransferProtocol
 from flexrlhf.plan.data_report import DataReport
 from flexrlhf.plan.hub_names import commits
-from flexrlhf.plan.operator_protocols import PROTOCOLS, own_splits
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
@@ -141,9 +140,8 @@ def check_commits(plan: Plan, world: World) -> None:
 
 def check_splits(plan: Plan, world: World) -> None:
     """Raise UserError if a protocol splits rows on this rank in another way than on rank 0."""
-    splits = {
-        f"{PROTOCOLS}.{name}": json.dumps(split) for name, split in own_splits(plan.placement, plan.batch).items()
-    }
+    own = plan.placement.own_splits(plan.batch)
+    splits = {f"algorithm.protocols.{name}": json.dumps(split) for name, split in own.items()}
     for setting, mine, first in _differing(plan, world, "splits", splits):
         raise UserError(
             f"{setting}: rank {world.rank} (host {world.host}) splits the prompts of the mini-batches as "
