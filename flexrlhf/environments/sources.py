@@ -31,6 +31,12 @@ def is_installed(prefix: str) -> bool:
     return find_spec(library.partition(".")[0]) is not None
 
 
+def check_environment(settings: EnvironmentSpec) -> None:
+    """Raise UserError for an environment whose package, variables or server this machine lacks."""
+    check_package(settings.path)
+    check_variables(settings)
+
+
 def check_package(path: str | None) -> None:
     """Raise UserError for an environment of a package that is not installed."""
     found = None if path is None else package_of(path)

@@ -11,7 +11,7 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.files import is_present
-from flexrlhf.environments.sources import check_package, check_variables
+from flexrlhf.environments.sources import check_environment
 from flexrlhf.environments.tool_schemas import check_class, has_code
 from flexrlhf.errors import UserError, nearest, shown, some_of
 from flexrlhf.plan.algorithm_graph import heads_of
@@ -75,8 +75,7 @@ def check_inputs(plans: Sequence[Plan], is_run: bool = False) -> None:
             check_packages(plan.placement)
             check_run_engines(plan.placement, plan.shapes)
             if plan.spec.environment is not None:
-                check_package(plan.spec.environment.path)
-                check_variables(plan.spec.environment)
+                check_environment(plan.spec.environment)
         checks = [SourceChecks(sources, name) for name, sources in sections.items()]
         for each in checks:
             (each.check if is_run else each.check_forms)()
