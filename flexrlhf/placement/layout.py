@@ -293,6 +293,10 @@ class BatchShape:
         shape = self if attempt is None else self.of_attempt
         return _num_prompts(shape, layout, layout.replica(rank), mini_batches)
 
+    def most_rows(self, layout: Layout) -> int:
+        """Return the rows of a step on the replica with most."""
+        return self.samples_per_prompt * _most_prompts(self, layout.dp, layout.row_shares)
+
     def part(self, layout: Layout, replica: int, mini_batch: int) -> Sequence[int]:
         """Return the prompts of one mini-batch that a replica computes."""
         numbers = layout.slice(self.numbers(mini_batch), replica, turn=mini_batch, blocks=self.num_blocks)
@@ -383,3 +387,10 @@ def _num_prompts(shape: BatchShape, layout: Layout, replica: int, mini_batches: 
 def common_range(first: range, second: range) -> range:
     """Return the common part of two ranges, such as of mini-batches."""
     return range(max(first.start, second.start), min(first.stop, second.stop))
+
+
+@lru_cache(maxsize=1024)
+def _most_prompts(batch: BatchShape, dp: int, row_shares: tuple[Fraction, ...]) -> int:
+    """Return the prompts of a step on the replica with most."""
+    layout = Layout(tuple(range(dp)), row_shares=row_shares)
+    return max(1, *map(sum, zip(*(batch.counts(layout, m) for m in batch.mini_batches), strict=True)))

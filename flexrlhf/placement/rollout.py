@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from flexrlhf.config.engines import EngineFacts
@@ -82,15 +80,9 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
         tp=rollout.tp,
         pp=rollout.pp,
         dtype=rollout.dtype or model.dtype,
-        generate_tokens=min(tokens, most_cache_tokens(spec, layout)),
+        generate_tokens=min(tokens, spec.padded_row * BatchShape.of(spec).most_rows(layout)),
     )
     return settings.model_copy(update=_kept(model)) if facts.transformers_modules else settings
-
-
-def most_cache_tokens(spec: Spec, layout: Layout) -> int:
-    """Return the tokens of all rows of a step on one rank, at their longest."""
-    batch = BatchShape.of(spec)
-    return spec.padded_row * batch.samples_per_prompt * _most_prompts(batch, layout.dp, layout.row_shares)
 
 
 def _kept(model: ModelSpec) -> dict[str, Any]:
@@ -108,10 +100,3 @@ def rollout_warnings(spec: Spec, role: str) -> list[str]:
         f"rollout.dtype {dtype} with {model.dtype} of models.{role} samples from a policy that differs by rounding; "
         f"algorithm.importance: {{}} corrects for it"
     ]
-
-
-@lru_cache(maxsize=1024)
-def _most_prompts(batch: BatchShape, dp: int, row_shares: tuple[Fraction, ...]) -> int:
-    """Return the prompts of a step on the replica with most."""
-    layout = Layout(tuple(range(dp)), row_shares=row_shares)
-    return max(1, *map(sum, zip(*(batch.counts(layout, m) for m in batch.mini_batches), strict=True)))

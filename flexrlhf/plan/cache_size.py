@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.placement.rollout import most_cache_tokens
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import counted
 
@@ -68,24 +67,29 @@ def _fits(plan: Plan, only: int | None = None) -> bool:
 
 def _with_tokens(plan: Plan, tokens: int) -> Plan:
     """Return ``plan`` with room for ``tokens`` in the cache of its rollout engine, or of one of each operator."""
-    placed = tuple(_sized(each, tokens, plan.spec) if each.has_cache else each for each in plan.placement.models)
+    placed = tuple(_sized(each, tokens, plan) if each.has_cache else each for each in plan.placement.models)
     sized = replace(plan, placement=replace(plan.placement, models=placed))
     # it depends on layouts alone
     vars(sized)["alike"] = plan.alike
     return sized
 
 
-def _sized(model: PlacedModel, tokens: int, spec: Spec) -> PlacedModel:
+def _sized(model: PlacedModel, tokens: int, plan: Plan) -> PlacedModel:
     assert model.rollout is not None, "a cache is a rollout engine's"
-    settings = model.settings.model_copy(update={"generate_tokens": min(tokens, most_cache_tokens(spec, model.layout))})
+    settings = model.settings.model_copy(update={"generate_tokens": min(tokens, _all_tokens(plan, model))})
     return replace(model, settings=settings, rollout=model.rollout.model_copy(update={"kv_tokens": tokens}))
+
+
+def _all_tokens(plan: Plan, model: PlacedModel) -> int:
+    """Return the tokens of all rows of a step on one rank of ``model``, at their longest."""
+    return plan.spec.padded_row * plan.batch.most_rows(model.layout)
 
 
 def _most_tokens(plan: Plan, model: PlacedModel) -> int:
     """Return the tokens that fit the cache of ``model``, and of engines of other operators, on all of their ranks, at
     least as many as it has."""
     had = plan.placement[model.name].settings.generate_tokens
-    whole = most_cache_tokens(plan.spec, model.layout)
+    whole = _all_tokens(plan, model)
     ranks = {plan.alike[rank]: each for each in plan.placement.models if each.has_cache for rank in each.ranks}
     limits = {rank: max(FILLED * (plan.device_bytes(rank) or 0), plan.memories[rank].peak_bytes) for rank in ranks}
     block, tokens, fitting = model.facts.cache_block, whole, had
@@ -117,11 +121,11 @@ def _room(plan: Plan, tried: Plan, model: PlacedModel, rank: int, limit: float) 
 
 def _text(plan: Plan, model: PlacedModel) -> str:
     tokens, row = model.settings.generate_tokens, plan.spec.padded_row
-    rows = plan.sizing.texts.rows_decoded(model, most_cache_tokens(plan.spec, model.layout) // row)
+    rows = plan.sizing.texts.rows_decoded(model, plan.batch.most_rows(model.layout))
     return f"{tokens} fit: {counted(tokens // row, 'row')} of {row} tokens; at most {counted(rows, 'row')} at a time"
 
 
 def is_short_of_cache(plan: Plan) -> bool:
     """Whether a cache takes whatever memory is left, and has not all rows of a step at their longest."""
     models = [each for each in plan.placement.models if each.has_cache and plan.cache]
-    return any(each.settings.generate_tokens < most_cache_tokens(plan.spec, each.layout) for each in models)
+    return any(each.settings.generate_tokens < _all_tokens(plan, each) for each in models)
