@@ -129,6 +129,11 @@ class DataSpec(StrictModel):
             raise ValueError("path and sources exclude each other: remove one")
         return self
 
+    def for_rows(self, rows: RowsSpec) -> DataSpec:
+        """Return the settings by which ``rows`` are read: their own, else these."""
+        own = {name: getattr(rows, name) for name in ("form", "columns", "template", "system")}
+        return self.model_copy(update={name: value for name, value in own.items() if value is not None})
+
 
 _OfData: Any = optional_fields(DataSpec, "path", "form", "columns", "template", "system")
 

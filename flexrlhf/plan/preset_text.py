@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from textwrap import wrap
 from typing import Any
 
-from flexrlhf.config.presets.filling import PEERS
-from flexrlhf.config.presets.table import Cell
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import shown
 
@@ -17,23 +15,26 @@ WIDTH = 116
 
 def preset_lines(spec: Spec) -> list[str]:
     """Return lines on the preset of ``spec``; none without one."""
-    if spec.algorithm.like is None:
+    peer = spec.algorithm.peer
+    if peer is None:
         return []
-    peer = PEERS[spec.algorithm.like]
-    trainer, values = peer.trainers[spec.algorithm.name], spec.model_dump(mode="json")
-    same = [cell for cell in trainer.cells if _is_there(cell, _value(values, cell.key), spec)]
+    of = spec.algorithm
+    trainer, values = peer.trainers[of.name], spec.model_dump(mode="json")
+    there = trainer.values(of.prompts_per_step, of.samples_per_prompt, spec.steps, of.num_mini_batches * of.epochs)
+    same = [key for key, value in there.items() if _is_there(value, _value(values, key))]
     # a role that is not placed has no optimizer
-    written = [cell for cell in trainer.cells if isinstance(_value(values, cell.key.rpartition(".")[0]), dict)]
-    others = [cell for cell in written if cell not in same]
+    written = [key for key in there if isinstance(_value(values, key.rpartition(".")[0]), dict)]
+    others = [key for key in written if key not in same]
     lines = [f"set as in {peer.title}, its trainer for {spec.algorithm.name}:"]
-    for section in dict.fromkeys(cell.key.rpartition(".")[0] for cell in same):
-        named = (cell for cell in same if cell.key.rpartition(".")[0] == section)
-        settings = (f"{cell.key.rpartition('.')[2]} {shown(_there(cell, spec))}" for cell in named)
+    for section in dict.fromkeys(key.rpartition(".")[0] for key in same):
+        named = (key for key in same if key.rpartition(".")[0] == section)
+        settings = (f"{key.rpartition('.')[2]} {shown(there[key])}" for key in named)
         lines += _wrapped(f"{section}: {', '.join(settings)}")
     if (routers := trainer.routers) is not None and _value(values, routers.key) in routers.value.values():
         section, _, name = routers.key.rpartition(".")
         lines += _wrapped(f"{section}: {name} {shown(_value(values, routers.key))}")
-    lines += _listed("written otherwise:", (_difference(cell, _value(values, cell.key), spec) for cell in others))
+    found = (f"{key} {shown(_value(values, key))}, there {shown(there[key])}" for key in others)
+    lines += _listed("written otherwise:", found)
     return lines + _listed("not expressed here:", trainer.differs)
 
 
@@ -48,22 +49,11 @@ def _wrapped(text: str) -> Iterator[str]:
     yield from (f"  {line}" for line in rest)
 
 
-def _difference(cell: Cell, value: Any, spec: Spec) -> str:
-    return f"{cell.key} {shown(value)}, there {shown(_there(cell, spec))}"
-
-
-def _is_there(cell: Cell, value: Any, spec: Spec) -> bool:
-    """Whether a setting has the peer's value; of a mapping, the keys that the peer has."""
-    there = _there(cell, spec)
+def _is_there(there: Any, value: Any) -> bool:
+    """Whether a setting has the peer's value ``there``; of a mapping, the keys that the peer has."""
     if isinstance(there, dict) and isinstance(value, dict):
         return all(value.get(key) == each for key, each in there.items())
     return bool(value == there)
-
-
-def _there(cell: Cell, spec: Spec) -> Any:
-    """Return the peer's value; a number that follows from others, for this spec."""
-    of = spec.algorithm
-    return cell.resolved(of.prompts_per_step, of.samples_per_prompt, spec.steps, of.num_mini_batches * of.epochs)
 
 
 def _value(values: Any, key: str) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexrlhf.config.algorithms.policy import PolicySpec
-from flexrlhf.config.data_settings import DataSpec, RowsSpec
+from flexrlhf.config.data_settings import DataSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.chat import ChatFormat
 from flexrlhf.data.examples import DataCounts, Example, LoadedExamples, TokenLimits
@@ -33,7 +33,6 @@ from flexrlhf.plan.run_tokenizer import (
     load_tokenizer,
 )
 from flexrlhf.plan.tokenizers import tokenizer_of, tokenizer_source
-from flexrlhf.rewards.checks import SourceChecks
 
 if TYPE_CHECKING:
     from flexrlhf.plan.plan import Plan
@@ -103,9 +102,8 @@ class DataFiles:
         spec, needs = self.plan.spec, self.plan.graph.data
         sources = training_sources(spec, needs)
         if spec.eval is not None:
-            sources.append(
-                DataSource("eval", spec.eval.path, _form(spec.eval, spec.data), needs, _layout(spec, spec.eval))
-            )
+            rows = spec.data.for_rows(spec.eval)
+            sources.append(DataSource("eval", spec.eval.path, rows.form, needs, _layout(rows, spec)))
         if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.ptx is not None:
             ptx = spec.algorithm.ptx
             sources.append(DataSource("algorithm.ptx", ptx.path, ptx.form, "responses", RowLayout(ptx.columns)))
@@ -156,6 +154,9 @@ class DataFiles:
     def solution_lines(self, source: DataSource) -> Iterator[str]:
         """Yield how many solutions of a file with prompts the rules of its scores cannot read, of some that are
         tried."""
+        # ranks read no solutions
+        from flexrlhf.rewards.checks import SourceChecks
+
         if source.needs != "prompts" or source.key == "algorithm.ptx":
             return
         texts = self.texts(source)
@@ -337,29 +338,17 @@ def training_sources(spec: Spec, needs: Needs) -> list[DataSource]:
     """Return the files with training rows. Raises UserError for weights that no whole numbers stand for."""
     data = spec.data
     if data.path is not None:
-        return [DataSource("data", data.path, data.form, needs, _layout(spec), is_training=True)]
+        return [DataSource("data", data.path, data.form, needs, _layout(data, spec), is_training=True)]
     parts = SourceShare.whole_parts([source.weight for source in data.sources])
     return [
-        DataSource(f"data.sources.{index}", each.path, _form(each, data), needs, _layout(spec, each), True, part)
+        DataSource(f"data.sources.{index}", each.path, rows.form, needs, _layout(rows, spec), True, part)
         for index, (each, part) in enumerate(zip(data.sources, parts, strict=True))
+        for rows in [data.for_rows(each)]
     ]
 
 
-def _form(rows: RowsSpec, data: DataSpec) -> str:
-    return data.form if rows.form is None else rows.form
-
-
-def _layout(spec: Spec, rows: RowsSpec | None = None) -> RowLayout:
-    """Return how rows are read: by their own settings, else by ``data``."""
-    data, is_episode = spec.data, spec.environment is not None
-    if rows is None:
-        return RowLayout(data.columns, data.template, data.system, is_episode)
-    return RowLayout(
-        data.columns if rows.columns is None else rows.columns,
-        data.template if rows.template is None else rows.template,
-        data.system if rows.system is None else rows.system,
-        is_episode,
-    )
+def _layout(rows: DataSpec, spec: Spec) -> RowLayout:
+    return RowLayout(rows.columns, rows.template, rows.system, spec.environment is not None)
 
 
 @dataclass(frozen=True)

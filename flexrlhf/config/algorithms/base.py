@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from flexrlhf.config.presets.filling import PEERS, Like, filled_algorithm
+from flexrlhf.config.presets.table import Peer
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.operators.graph import Graph
@@ -71,6 +72,11 @@ class AlgorithmSpec(StrictModel):
         if not isinstance(like, str) or like not in PEERS:
             return written
         return filled_algorithm(written, {name: field.default for name, field in cls.model_fields.items()})
+
+    @property
+    def peer(self) -> Peer | None:
+        """The engine or paper of ``like``."""
+        return None if self.like is None else PEERS[self.like]
 
     @model_validator(mode="after")
     def _settings_of_a_graph(self) -> Self:
