@@ -84,6 +84,13 @@ class ChatTemplate:
         if tools:
             self._check_tools()
 
+    @classmethod
+    def of(cls, tokenizer: Any, chat: ChatFormat, tools: Sequence[Tool] = ()) -> ChatTemplate | None:
+        """Return the template of ``chat``, else the tokenizer's own; None if there is neither."""
+        if chat.template is None and own_template(tokenizer, bool(tools)) is None:
+            return None
+        return cls(tokenizer, chat.template, tools, chat.end)
+
     def of_row(self, values: RowValues) -> ChatTemplate:
         """Return this template with what a row gives to it. Raises UserError for tools next to those of a run."""
         if not values:

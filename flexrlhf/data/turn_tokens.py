@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts, own_template
+from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.encoding import bos_in_front
 from flexrlhf.data.examples import Example, TokenLimits, truncated
@@ -50,12 +50,7 @@ class TurnTokens:
         """
         self._tokenizer, self._chat, self._controls, self._limits = tokenizer, chat, ControlTokens(tokenizer), limits
         self._is_bridged, self._checked = bridge, set[str]()
-        has_template = chat.template is not None or own_template(tokenizer, bool(chat.tools)) is not None
-        self._template = (
-            ChatTemplate(tokenizer, chat.template, chat.tools, chat.end)
-            if has_template and chat.use != "never"
-            else None
-        )
+        self._template = None if chat.use == "never" else ChatTemplate.of(tokenizer, chat, chat.tools)
         self._end = () if self._template is None else self._special_end(self._template.turn_end)
         if self._template is not None:
             self._check("tool" if chat.tools else "user")

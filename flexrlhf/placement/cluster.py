@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from flexrlhf.config.model_settings import Dtype, ModelSpec
-from flexrlhf.config.placement_settings import ClusterSpec, NodeSpec
+from flexrlhf.config.placement_settings import ClusterSpec
 from flexrlhf.errors import UserError, either, nearest
 from flexrlhf.placement.devices import DeviceClass
 
@@ -157,9 +157,9 @@ class Cluster:
         devices: list[Device] = []
         node = 0
         for group in spec.nodes:
-            _check_class(group, spec)
+            memory = group.memory_gb or spec.memory_gb
+            _check_class(group.device_class, memory, spec.device)
             for _ in range(group.count):
-                memory = group.memory_gb or spec.memory_gb
                 own = memory, group.link_gb_s, group.network_gb_s, group.speed, group.cores
                 devices += [
                     Device(rank, node, group.device_class, *own)
@@ -199,18 +199,17 @@ class Cluster:
         return settings.model_copy(update={"dtype": fallback})
 
 
-def _check_class(node: NodeSpec, spec: ClusterSpec) -> None:
+def _check_class(name: str, memory_gb: float | None, device: str) -> None:
     """Raise UserError for a class that is nearly a known one, and for one whose devices have no known memory.
 
     A label of one's own needs ``memory_gb``, since nothing would check the memory else; on CPUs it needs none.
     """
-    name = node.device_class
     if name in DeviceClass.KNOWN or name == Cluster.ANY_CLASS:
         return
     meant = [known for known in DeviceClass.KNOWN if known.lower().startswith(name.lower())]
     if meant:
         raise UserError(f"cluster.nodes: class {name!r} has no figures; use {either(meant)}")
-    if (node.memory_gb or spec.memory_gb) is None and spec.device != "cpu":
+    if memory_gb is None and device != "cpu":
         raise UserError(
             f"cluster.nodes: class {name!r} has no figures{nearest(name, DeviceClass.KNOWN)}; give memory_gb, by which "
             f"a plan is checked, or one of {', '.join(DeviceClass.KNOWN)}"

@@ -8,7 +8,6 @@ from pathlib import Path
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.hub import HubName
 from flexrlhf.errors import UserError
-from flexrlhf.plan.run_data import DataSource
 from flexrlhf.plan.tokenizers import has_tokenizer
 from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.model_files import weight_files
@@ -33,20 +32,6 @@ def in_cache(spec: Spec) -> Spec:
         return path if found is None else str(found)
 
     return spec.with_paths(directory, {})
-
-
-def commits(spec: Spec, sources: list[DataSource]) -> dict[str, str]:
-    """Return the setting of each name on the Hub that a plan uses, with the name and its commit on this machine."""
-    paths = {f"models.{role}.path": model.path for role, model in spec.models if model is not None}
-    paths["data.tokenizer"] = spec.data.tokenizer
-    found = {key: spec.hub_names[path] for key, path in paths.items() if path in spec.hub_names}
-    for source in sources:
-        name = HubName.parse(source.path)
-        snapshot = None if name is None else name.cached("dataset")
-        if name is not None and snapshot is not None:
-            # the cache names its directories by the commits
-            found[source.setting] = f"{name.name}@{snapshot.name}"
-    return found
 
 
 class _Directories:

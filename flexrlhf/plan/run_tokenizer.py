@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.user_paths import instead_of
-from flexrlhf.data.chat import ChatFormat, ChatTemplate, own_template, read_chat_format
+from flexrlhf.data.chat import ChatFormat, ChatTemplate, read_chat_format
 from flexrlhf.data.files import json_type
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError, shown
@@ -117,20 +117,14 @@ def end_tokens(tokenizer: Any, chat: ChatFormat, policy: ModelSpec | None) -> tu
     policy:  the model that generates; None: there is none.
     """
     own = listed_end_tokens(policy) if policy is not None else ()
-    template = run_template(tokenizer, chat)
+    template = ChatTemplate.of(tokenizer, chat)
     of_turns = () if template is None else template.end_tokens()
     return tuple(dict.fromkeys((tokenizer.eos_token_id, *own, *of_turns)))
 
 
-def run_template(tokenizer: Any, chat: ChatFormat) -> ChatTemplate | None:
-    """Return a run's chat template; None if it has none."""
-    has_template = chat.template is not None or own_template(tokenizer) is not None
-    return ChatTemplate(tokenizer, chat.template, end=chat.end) if has_template else None
-
-
 def saved_template(tokenizer: Any, chat: ChatFormat) -> str | None:
     """Return the text of the chat template that is saved with a model; None if the tokenizer's own is."""
-    template = None if chat.end is None else run_template(tokenizer, chat)
+    template = None if chat.end is None else ChatTemplate.of(tokenizer, chat)
     return chat.template if template is None else template.text
 
 

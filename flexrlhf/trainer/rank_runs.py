@@ -15,11 +15,11 @@ import torch
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
 from flexrlhf.config.output_settings import DebugSpec
+from flexrlhf.data.hub import HubName
 from flexrlhf.display.events import EventSender
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.placement.protocols import TransferProtocol
 from flexrlhf.plan.data_report import DataReport
-from flexrlhf.plan.hub_names import commits
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
@@ -131,11 +131,26 @@ def _send_counts(plan: Plan, data: RunData, events: EventSender) -> None:
 
 def check_commits(plan: Plan, world: World) -> None:
     """Raise UserError if this rank has another commit of a model or a data set than rank 0."""
-    for setting, mine, first in _differing(plan, world, "commits", commits(plan.spec, plan.data.sources)):
+    for setting, mine, first in _differing(plan, world, "commits", _commits(plan)):
         raise UserError(
             f"{setting}: rank {world.rank} (host {world.host}) has {mine} in its Hub cache, rank 0 has {first}; name "
             f"the commit, as in {first or mine}"
         )
+
+
+def _commits(plan: Plan) -> dict[str, str]:
+    """Return the setting of each name on the Hub that a plan uses, with the name and its commit on this machine."""
+    spec = plan.spec
+    paths = {f"models.{role}.path": model.path for role, model in spec.models if model is not None}
+    paths["data.tokenizer"] = spec.data.tokenizer
+    found = {key: spec.hub_names[path] for key, path in paths.items() if path in spec.hub_names}
+    for source in plan.data.sources:
+        name = HubName.parse(source.path)
+        snapshot = None if name is None else name.cached("dataset")
+        if name is not None and snapshot is not None:
+            # the cache names its directories by the commits
+            found[source.setting] = f"{name.name}@{snapshot.name}"
+    return found
 
 
 def check_splits(plan: Plan, world: World) -> None:
