@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.presets.filling import warm_ups
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.files import read_rows
 from flexrlhf.errors import UserError
@@ -35,11 +34,12 @@ def with_epochs(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> 
     steps = math.ceil(spec.epochs * rows / prompts)
     if steps > MOST_STEPS:
         raise UserError(f"{spec.name}: epochs {float(spec.epochs):g} are {steps} steps: use at most {MOST_STEPS}")
-    models = {}
-    for role, number in warm_ups(spec.algorithm.model_dump(), steps).items():
-        model = spec.models.of(role)
-        if model is not None and "warmup_steps" not in model.optimizer.model_fields_set:
-            optimizer = model.optimizer.model_copy(update={"warmup_steps": number})
+    models, of = {}, spec.algorithm
+    preset = {} if of.peer is None else of.peer_values(of.peer.trainers[of.name], steps)
+    for role, model in spec.models:
+        key = f"models.{role}.optimizer.warmup_steps"
+        if key in preset and model is not None and "warmup_steps" not in model.optimizer.model_fields_set:
+            optimizer = model.optimizer.model_copy(update={"warmup_steps": preset[key]})
             models[role] = model.model_copy(update={"optimizer": optimizer})
     found = spec.with_models(models).model_copy(update={"steps": steps, "epochs": None})
     passes = f"epochs {float(spec.epochs):g} over {counted(rows, 'row')}"

@@ -20,7 +20,7 @@ def preset_lines(spec: Spec) -> list[str]:
         return []
     of = spec.algorithm
     trainer, values = peer.trainers[of.name], spec.model_dump(mode="json")
-    there = trainer.values(of.prompts_per_step, of.samples_per_prompt, spec.steps, of.num_mini_batches * of.epochs)
+    there = of.peer_values(trainer, spec.steps)
     same = [key for key, value in there.items() if _is_there(value, _value(values, key))]
     # a role that is not placed has no optimizer
     written = [key for key in there if isinstance(_value(values, key.rpartition(".")[0]), dict)]

@@ -19,7 +19,7 @@ from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
-from flexrlhf.config.spec import ParitySpec, RolloutSpec, Spec
+from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.errors import UserError, either
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator, after
@@ -147,7 +147,7 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
             graph = replace(graph, operators=also_writing(graph.operators, "rollout_logprobs"))
     rounds = is_remote and spec.sync.dtype is not None
     if rollout.parity is not None and (rollout.has_copy or rounds):
-        graph = _with_parity(graph, rollout.parity, spec, of_copy=rounds and not rollout.has_copy)
+        graph = _with_parity(graph, rollout.parity.every, spec, of_copy=rounds and not rollout.has_copy)
     return with_router_replay(graph, spec)
 
 
@@ -220,10 +220,11 @@ def _with_kept_tokens(graph: Graph, spec: Spec, importance: ImportanceSpec | Non
     return replace(graph, operators=operators)
 
 
-def _with_parity(graph: Graph, parity: ParitySpec, spec: Spec, of_copy: bool) -> Graph:
+def _with_parity(graph: Graph, every: int, spec: Spec, of_copy: bool) -> Graph:
     """Return ``graph`` with the parity gate, at steps in which engine and trained copy hold the same weights.
 
-    ``of_copy``: the engine is a copy of the actor in transformers, whose weights are rounded, and ``logprobs`` are its.
+    every:    steps between two comparisons.
+    of_copy:  the engine is a copy of the actor in transformers, whose weights are rounded, and ``logprobs`` are its.
 
     The engine generates batch b with the weights after k * floor(max(0, b - lag) / k) batches, k = sync.every. With a
     lag, or in segments, that is step 0 alone; else also the first step after a sync, which may have gone wrong. Where
@@ -231,7 +232,7 @@ def _with_parity(graph: Graph, parity: ParitySpec, spec: Spec, of_copy: bool) ->
     """
     role, k = _role_of(graph), spec.sync.every
     is_stale = spec.schedule.lag > 0 or spec.num_segments > 1
-    every, also = (spec.steps, 0) if is_stale else (lcm(parity.every, k), k)
+    every, also = (spec.steps, 0) if is_stale else (lcm(every, k), k)
     operators = list(graph.operators)
     of_engine = "rollout_logprobs" if "rollout_logprobs" in graph.producers else "logprobs"
     compared = (of_engine, "logprobs")

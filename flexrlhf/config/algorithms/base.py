@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from flexrlhf.config.presets.filling import PEERS, Like, filled_algorithm
-from flexrlhf.config.presets.table import Peer
+from flexrlhf.config.presets.table import Peer, PeerTrainer
 from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.operators.graph import Graph
@@ -77,6 +77,12 @@ class AlgorithmSpec(StrictModel):
     def peer(self) -> Peer | None:
         """The engine or paper of ``like``."""
         return None if self.like is None else PEERS[self.like]
+
+    def peer_values(self, trainer: PeerTrainer, steps: int) -> dict[str, Any]:
+        """Return the settings of a peer's trainer by their dotted keys; numbers that follow from others, for a run of
+        ``steps`` with these settings."""
+        sizes = self.prompts_per_step, self.samples_per_prompt, steps, self.num_mini_batches * self.epochs
+        return {cell.key: cell.resolved(*sizes) for cell in trainer.cells}
 
     @model_validator(mode="after")
     def _settings_of_a_graph(self) -> Self:

@@ -70,7 +70,7 @@ def filled_models(raw: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[
     algorithm:  its algorithm, of which ``like`` is a preset, with all settings that the warm-up depends on.
     """
     models, updates = dict(raw["models"]), _updates_per_step(algorithm)
-    # of a run whose length is given in passes over its data: ``warm_ups``
+    # of a run whose length is given in passes over its data: plan/epochs.py
     steps = raw.get("steps", 100 if raw.get("epochs") is None else None)
     shared = models["all"].get("optimizer") if isinstance(models.get("all"), Mapping) else None
     of_all = shared if isinstance(shared, Mapping) else {}
@@ -96,16 +96,6 @@ def _with_router_loss(models: dict[str, Any], trainer: PeerTrainer) -> dict[str,
         return models
     value = trainer.router_loss(model)
     return models if value is None else {**models, role: {**model, key: value}}
-
-
-def warm_ups(algorithm: Mapping[str, Any], steps: int) -> dict[str, int]:
-    """Return the preset's warm-up of each role that depends on the ``steps`` of a run; none without a preset."""
-    if algorithm.get("like") is None:
-        return {}
-    updates = _updates_per_step(algorithm)
-    cells = _by_role(trainer_of(algorithm["like"], algorithm["name"])).items()
-    found = {role: _updates(own["warmup_steps"], steps, updates) for role, own in cells if "warmup_steps" in own}
-    return {role: number for role, number in found.items() if number is not _UNKNOWN}
 
 
 def _updates_per_step(algorithm: Mapping[str, Any]) -> int | None:

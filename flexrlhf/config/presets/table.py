@@ -98,10 +98,6 @@ class PeerTrainer:
     differs: tuple[str, ...] = ()
     routers: Cell | None = None
 
-    def values(self, prompts: int, samples: int, steps: int, updates_per_step: int) -> dict[str, Any]:
-        """Return all settings by their dotted keys; numbers that follow from others, for a run of these sizes."""
-        return {cell.key: cell.resolved(prompts, samples, steps, updates_per_step) for cell in self.cells}
-
     @property
     def sizes(self) -> dict[str, Any]:
         """Settings of the algorithm; of mini-batches the size."""
