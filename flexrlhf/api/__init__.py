@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from flexrlhf.config.ratio_vector import read_vector
     from flexrlhf.config.secrets import hidden, is_secret_name, without_secrets
     from flexrlhf.config.setting_list import yaml_text
-    from flexrlhf.config.spec import RolloutSpec, Spec, SyncSpec
+    from flexrlhf.config.spec import RolloutSpec, Spec
     from flexrlhf.config.spec_file import apply_override, load_spec
     from flexrlhf.config.strict_model import StrictModel
     from flexrlhf.config.user_paths import instead_of
@@ -132,15 +132,10 @@ if TYPE_CHECKING:
     from flexrlhf.signals import Ending, StopSignal, handled
     from flexrlhf.strategies.calls import CalledStep
     from flexrlhf.strategies.instructions import (
-        Checkpoint,
         Eval,
         Instruction,
         Move,
-        Offload,
-        Release,
-        Reload,
         Run,
-        Save,
         Sync,
         WorkKind,
     )

@@ -69,6 +69,16 @@ class Instruction:
         return False
 
     @property
+    def is_of_every_round(self) -> bool:
+        """Whether it is executed in every round of the list, also while a lagging batch drains."""
+        return False
+
+    @property
+    def copies(self) -> bool:
+        """Whether it copies weights and optimizer state of a model between device and host memory."""
+        return False
+
+    @property
     def proceeds_in_background(self) -> bool:
         """Whether ranks begin it and go on: rows that move, weights that are stored when they are used, replies of
         environments."""
@@ -354,8 +364,6 @@ class Release(_OfModel):
 class _Residence(_OfModel):
     """Transfer of a model between device and host memory, on each of ``ranks`` by itself.
 
-    It is due in every round of the list, also while a lagging batch drains.
-
     rare:         it stands next to an instruction that most steps skip, and is due when that one is.
     is_refilled:  a Sync overwrites all weights before they are read, so none are copied.
     """
@@ -364,11 +372,14 @@ class _Residence(_OfModel):
     is_refilled: bool = False
 
     def due(self, step: int, steps: int) -> bool:
-        return super().due(step, steps) if self.rare else step >= 0
+        return step >= 0 if self.is_of_every_round else super().due(step, steps)
+
+    @property
+    def is_of_every_round(self) -> bool:
+        return not self.rare
 
     @property
     def copies(self) -> bool:
-        """Whether weights and optimizer state are copied."""
         return not self.is_refilled
 
 

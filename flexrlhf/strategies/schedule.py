@@ -27,7 +27,6 @@ from flexrlhf.strategies.instructions import (
     Instruction,
     Move,
     Offload,
-    Reload,
     Run,
     Save,
     Sync,
@@ -50,8 +49,8 @@ class RunStart:
 
     def begins(self, instruction: Instruction, lag: int) -> int:
         """Return the first batch that ``instruction`` is executed for, in a list of the largest lag ``lag``."""
-        if isinstance(instruction, Offload | Reload) and not instruction.rare:
-            return 0  # models move in every round
+        if instruction.is_of_every_round:
+            return 0
         return self.next_step if instruction.lag == lag or self.brings(instruction) else self.generated
 
     def brings(self, instruction: Instruction) -> bool:

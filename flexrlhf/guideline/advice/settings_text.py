@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from flexrlhf.api import ModelSpec, Offload, PlacedModel, PlacementMap, Run, bytes_text, ranks_text, table
+from flexrlhf.api import ModelSpec, PlacedModel, PlacementMap, Run, bytes_text, ranks_text, table
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import ratios_of
 
@@ -65,8 +65,9 @@ def _generators(item: FeasibleCandidate) -> Iterator[str]:
 def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
     """Yield lines on MLPs in tiles and on tensors in host memory: optimizers, activations, and models while others
     compute, with a node's bytes."""
-    moved = [each.model for each in item.plan.schedule.instructions if isinstance(each, Offload) and not each.rare]
-    names = [name for name in dict.fromkeys(moved) if not name.is_rollout]
+    offloads = (each for each in item.plan.schedule.instructions if each.kind == "offload" and each.is_of_every_round)
+    moved = dict.fromkeys(name for each in offloads for name in each.uses)
+    names = [name for name in moved if not name.is_rollout]
     models = [(role, model) for role, model in item.plan.spec.models if isinstance(model, ModelSpec)]
     for text, setting in SAVING_SETTINGS.items():
         if roles := [role for role, model in models if getattr(model, setting)]:

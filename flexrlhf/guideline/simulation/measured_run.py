@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from flexrlhf.api import Instruction, Offload, Plan, Reload, Run, RunDirectory, Span, Spec, Sync, UserError
+from flexrlhf.api import Instruction, Plan, Run, RunDirectory, Span, Spec, Sync, UserError
 from flexrlhf.guideline.costs.cost_model import transformer_of
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
@@ -34,6 +34,7 @@ from flexrlhf.guideline.simulation.inputs import (
     truncated_exponential,
 )
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
+from flexrlhf.guideline.simulation.timed_instructions import WAYS
 
 RECENT_STEPS = 10
 """Steps whose times and lengths are taken, the last ones."""
@@ -214,9 +215,7 @@ def _work_of(plan: Plan, instruction: Instruction) -> ScaledWork | None:
             return instruction.operator.call, engine_of(model), shape
         case Sync() if not instruction.proceeds_in_background:
             return "sync"
-        case Offload() | Reload():
-            return "switch"
-    return None
+    return "switch" if instruction.kind in WAYS else None
 
 
 def reply_times(

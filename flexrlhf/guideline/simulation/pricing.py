@@ -13,24 +13,18 @@ from functools import cached_property
 
 from flexrlhf.api import (
     BatchShape,
-    Checkpoint,
     DeviceClass,
     Eval,
     Instruction,
     Lengths,
     ModelShape,
     Move,
-    Offload,
     Operator,
     PlacedModel,
     Plan,
-    Release,
-    Reload,
     Run,
-    Save,
     Spec,
     Sync,
-    SyncSpec,
     UserError,
 )
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
@@ -64,18 +58,18 @@ class Pricer:
                 return self._move(instruction)
             case Sync():
                 return self._sync(instruction)
-            case Offload() | Reload():
-                return self._switch(instruction)
-            case Release():
-                return Cost()
-            case Save():
-                model = self.plan.placement[instruction.model]
-                return self.costs.save(self.plan.sizing.saved_bytes(model))
-            case Checkpoint():
-                return self._copy(instruction)
             case Eval():
                 return self._eval(instruction)
-        raise AssertionError(f"{instruction} has no price")
+        match instruction.kind:
+            case "offload" | "reload":
+                return self._switch(instruction)
+            case "checkpoint":
+                return self._copy(instruction)
+            case "save":
+                (name,) = instruction.uses
+                return self.costs.save(self.plan.sizing.saved_bytes(self.plan.placement[name]))
+        assert instruction.kind == "release", f"{instruction} has no price"
+        return Cost()
 
     def shape(self, model: PlacedModel) -> ModelShape:
         """Return the shape of ``model``. Raises UserError where its sizes are unknown."""
@@ -226,19 +220,20 @@ class Pricer:
         weights = synced_weights(destination, self.shape(destination), self.plan.spec, sync.overlaps)
         return self.model_link(sync.source, sync.destination).sync_cost(self.costs, weights)
 
-    def _switch(self, instruction: Offload | Reload) -> Cost:
+    def _switch(self, instruction: Instruction) -> Cost:
         """Return the time of the first rank of a stage, which has most where shards are uneven."""
         if not instruction.copies:
             return self.costs.switch(0, self.device(instruction.ranks[0]))
-        model = self.plan.placement[instruction.model]
+        (name,) = instruction.uses
+        model = self.plan.placement[name]
         states = [self.plan.state(model, rank) for rank in model.layout.pp_set(instruction.ranks[0])]
         slowest = min((self.device(rank) for rank in instruction.ranks), key=lambda device: device.host_gb_s)
         return self.costs.switch(max(0 if state is None else state.offloaded for state in states), slowest)
 
-    def _copy(self, instruction: Checkpoint) -> Cost:
+    def _copy(self, instruction: Instruction) -> Cost:
         """Return the time of the first rank of a model's stage that copies most to host memory; files are written
         meanwhile."""
-        models = [self.plan.placement[name] for name in instruction.models]
+        models = [self.plan.placement[name] for name in instruction.uses]
         sizes: dict[int, int] = defaultdict(int)
         firsts = {rank for each in models for rank in each.layout.pp_set(each.ranks[0])}
         for model in models:
@@ -295,4 +290,4 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec, over
     item = destination.sent_item_bytes(spec.sync.dtype)
     part = item * max(shape.trained_elements_on(destination, rank) for rank in firsts)
     adapters = 4 * shape.num_trained if shape.is_merged_in(destination) else 0
-    return SyncWeights(part, adapters, -(-SyncSpec.NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent), overlaps)
+    return SyncWeights(part, adapters, -(-spec.sync.NUM_BUCKETS * part // spec.sync.bucket_bytes), len(sent), overlaps)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from flexrlhf.api import Instruction, ModelName, Move, Offload, Placement, Release, Reload, Run, Sync
+from flexrlhf.api import Instruction, ModelName, Move, Placement, Run, Sync
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.simulation.column_writers import ColumnWriters
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.walk import TimedInstruction
+
+WAYS: Mapping[str, Literal["out", "back"]] = {"offload": "out", "reload": "back"}
+"""Way of the copies between device and host memory of each kind of instruction that has such copies."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,14 @@ def _with_copies(
 
     The library of a rollout engine makes its copies while others wait.
     """
-    found = (each.model for each in instructions if isinstance(each, Offload | Reload))
+    found = (name for each in instructions if each.kind in WAYS for name in each.uses)
     moved = [name for name in dict.fromkeys(found) if not placement[name].has_cache]
     for item, each in zip(timed, instructions, strict=True):
         models = tuple(moved.index(name) for name in each.touches if name in moved)
-        if not isinstance(each, Offload | Reload):
+        if each.kind not in WAYS:
             yield replace(item, needs=models)
         elif models:
-            yield replace(item, copies="out" if isinstance(each, Offload) else "back", model=models[0])
+            yield replace(item, copies=WAYS[each.kind], model=models[0])
         else:
             yield item
 
@@ -117,6 +121,4 @@ def _timed(
             return replace(plain, fills=copy, after=writers.last_training(it.source), sends=tuple(sorted(senders)))
         case Sync():
             return replace(plain, together=not it.is_in_place or bool(it.gathers))
-        case Offload() | Release() | Reload():
-            return replace(plain, together=False)
-    return plain
+    return replace(plain, together=it.kind not in (*WAYS, "release"))
