@@ -102,10 +102,9 @@ if TYPE_CHECKING:
     from flexrlhf.placement.groups import Group
     from flexrlhf.placement.hosts import HostPort, Hosts
     from flexrlhf.placement.layout import BatchShape, Layout
-    from flexrlhf.placement.place import Degrees, place
+    from flexrlhf.placement.place import Degrees
     from flexrlhf.placement.placed import ModelName, PlacedModel
     from flexrlhf.placement.placement import Placement
-    from flexrlhf.placement.ratios import Roles
     from flexrlhf.placement.rollout import PagedCache, rollout_settings
     from flexrlhf.placement.transfer import Primitive, Transfer
     from flexrlhf.plan.algorithm_graph import make_graph
@@ -118,7 +117,7 @@ if TYPE_CHECKING:
     from flexrlhf.plan.models import model_shapes, without_device_sizes
     from flexrlhf.plan.node_traffic import NodeBytes
     from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
-    from flexrlhf.plan.pipeline import ResolvedSpec, make_plan, make_plans, placeable_graph, run_graph
+    from flexrlhf.plan.pipeline import ResolvedSpec, make_plan, make_plans
     from flexrlhf.plan.plan import Plan, own_texts
     from flexrlhf.plan.router_replay import run_lengths
     from flexrlhf.plan.schedule_text import schedule_rows

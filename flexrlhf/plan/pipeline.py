@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from flexrlhf.config.engines import EngineFacts
@@ -91,7 +92,7 @@ class ResolvedSpec:
         spec, choice = with_rollout_engine(spec, graph, cluster, pending or {}, obstacle)
         return cls(with_parity_limits(spec), graph, cluster, choice)
 
-    @property
+    @cached_property
     def roles(self) -> Roles:
         """Roles to place; the one that generates has a rollout engine where the spec names one."""
         rollout = self.graph.generated if self.spec.rollout.has_copy else None
@@ -103,8 +104,7 @@ class ResolvedSpec:
             return place(self.spec, self.roles, self.graph.can_shadow, self.cluster)
         entries = self.spec.operators
         shadowed = {each.role for each in self.graph.operators if each.name in entries and entries[each.name].shadow}
-        operators = placeable_graph(self.graph, self.spec, shadowed).operators
-        calls = [operator for operator in operators if operator.call is not None]
+        calls = [operator for operator in self.placeable_graph(shadowed).operators if operator.call is not None]
         return place_operators(self.spec, calls, self.roles, self.cluster)
 
     def plan(
@@ -121,7 +121,7 @@ class ResolvedSpec:
         """
         spec = self.spec
         strategy = Strategy.choose(spec, placement)
-        graph = run_graph(self.graph, spec, placement)
+        graph = self.run_graph(placement)
         placement = with_starts(with_protocols(placement, graph, spec), roles_that_keep_starts(spec, graph))
         check_operators(graph, placement, is_evaluated=spec.eval is not None)
         lengths, on_gpus = run_lengths(spec, graph, shapes), spec.cluster.device != "cpu"
@@ -146,32 +146,31 @@ class ResolvedSpec:
             plan.sizing.take_over(known)
         return with_residency(plan, only)
 
+    def run_graph(self, placement: Placement) -> Graph:
+        """Return the algorithm's graph as it runs under ``placement``: changed for shared weights, copies and rollout
+        engines. Every rewrite of a graph is a line here, in ``placeable_graph`` or in ``make_graph``, which makes the
+        graph whose models are placed.
 
-def run_graph(graph: Graph, spec: Spec, placement: Placement) -> Graph:
-    """Return the algorithm's ``graph`` as it runs under ``placement``: changed for shared weights, copies and rollout
-    engines. Every rewrite of a graph is a line here, in ``placeable_graph`` or in ``make_graph``, which makes the graph
-    whose models are placed.
+        Raises UserError for settings of rollouts that do not go with the algorithm.
+        """
+        placed = replace(self, spec=placement.as_placed(self.spec))
+        graph = placed.placeable_graph({model.role for model in placement.shadows})
+        return combines_behind_training(graph, placement, self.spec.schedule.lag)
 
-    Raises UserError for settings of rollouts that do not go with the algorithm.
-    """
-    spec = placement.as_placed(spec)
-    graph = placeable_graph(graph, spec, {model.role for model in placement.shadows})
-    return combines_behind_training(graph, placement, spec.schedule.lag)
+    def placeable_graph(self, shadowed: Collection[str]) -> Graph:
+        """Return the algorithm's graph with all operators that run, which may be placed one by one.
 
-
-def placeable_graph(graph: Graph, spec: Spec, shadowed: Collection[str]) -> Graph:
-    """Return the algorithm's ``graph`` with all operators that run, which may be placed one by one.
-
-    ``shadowed``: roles that infer with shadows.
-    """
-    # both copies store the same weights without a lag, and with a sync of unrounded weights after every step
-    if not spec.schedule.lag and spec.sync.every == 1 and spec.sync.dtype is None:
-        of_either = {each.name for each in graph.operators if each.either_copy and each.role in shadowed}
-        trained = of_either - spec.operators.keys()
-        operators = (replace(each, on_trained=each.on_trained or each.name in trained) for each in graph.operators)
-        graph = replace(graph, operators=tuple(operators))
-    graph = with_rollout(graph, spec, is_remote=graph.generated in shadowed)
-    return with_episodes(with_attempts(with_segments(graph, spec), spec), spec)
+        ``shadowed``: roles that infer with shadows.
+        """
+        spec, graph = self.spec, self.graph
+        # both copies store the same weights without a lag, and with a sync of unrounded weights after every step
+        if not spec.schedule.lag and spec.sync.every == 1 and spec.sync.dtype is None:
+            of_either = {each.name for each in graph.operators if each.either_copy and each.role in shadowed}
+            trained = of_either - spec.operators.keys()
+            operators = (replace(each, on_trained=each.on_trained or each.name in trained) for each in graph.operators)
+            graph = replace(graph, operators=tuple(operators))
+        graph = with_rollout(graph, spec, is_remote=graph.generated in shadowed)
+        return with_episodes(with_attempts(with_segments(graph, spec), spec), spec)
 
 
 def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> Plan:

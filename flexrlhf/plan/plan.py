@@ -43,7 +43,7 @@ class Plan:
 
     spec:       resolved: no model and no limit is left open.
     cluster:    devices by rank.
-    graph:      the operators that run (``run_graph``).
+    graph:      the operators that run (``ResolvedSpec.run_graph``).
     placement:  the placed models.
     strategy:   ``co-located``, ``interleaving`` or ``disaggregated``.
     schedule:   the instructions of one step.

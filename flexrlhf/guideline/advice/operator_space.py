@@ -33,7 +33,6 @@ from flexrlhf.api import (
     Spec,
     Sync,
     UserError,
-    placeable_graph,
     shown,
 )
 from flexrlhf.guideline.advice.advise import LEAST_SHARE, PROPOSALS
@@ -72,7 +71,7 @@ class OperatorSketch(Sketch):
     @cached_property
     def operators(self) -> dict[str, Operator]:
         """Model calls of a step by name, trainings first."""
-        graph = placeable_graph(self.graph, self.spec, self.roles.trained if self.has_shadows else ())
+        graph = self.placeable_graph(self.roles.trained if self.has_shadows else ())
         calls = [each for each in graph.operators if each.call is not None and not each.is_rare]
         return {each.name: each for each in sorted(calls, key=lambda each: each.kind != "train")}
 
@@ -146,7 +145,7 @@ class OperatorSpace(Space):
 
     @cached_property
     def sketch(self) -> OperatorSketch:
-        return OperatorSketch(self.spec, self.graph, self.roles, self.has_shadows)
+        return OperatorSketch(self.spec, self.graph, self.cluster, has_shadows=self.has_shadows)
 
     @property
     def placed_operators(self) -> dict[str, Operator]:

@@ -15,7 +15,6 @@ from flexrlhf.api import (
     ShadowSpec,
     Spec,
     UserError,
-    place,
 )
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule
@@ -93,7 +92,7 @@ def vector_ranks(space: Space, vector: Vector) -> dict[str, tuple[int, ...]] | N
     those of one class, or if a model's ranks are not a run."""
     spec = space.spec.model_copy(update={"placement": vector})
     try:
-        placement = place(spec, space.roles, space.graph.can_shadow, space.cluster)
+        placement = replace(space, spec=spec).place()
     except UserError:
         return None
     # without shadows a rollout engine has the ranks of the trained copy

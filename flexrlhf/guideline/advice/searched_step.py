@@ -9,16 +9,13 @@ from functools import cached_property, lru_cache, partial
 
 from flexrlhf.api import (
     BatchShape,
-    Cluster,
     DeviceClass,
-    Graph,
     Layout,
     Lengths,
     ModelShape,
     PlacedModel,
-    Roles,
+    ResolvedSpec,
     Run,
-    Spec,
     Sync,
     run_lengths,
 )
@@ -41,26 +38,18 @@ def is_allowed(seconds: float) -> bool:
     return seconds < FORBIDDEN / 10
 
 
-@dataclass(frozen=True)
-class SearchedStep:
+@dataclass(frozen=True, kw_only=True)
+class SearchedStep(ResolvedSpec):
     """Calls and transfers of a step of ``spec`` with or without shadows, for one number of chunks and one lag.
 
-    spec:         the spec, its models resolved.
-    graph:        operators of the algorithm.
-    roles:        its roles, in vector order.
     shapes:       role → sizes of its model.
-    cluster:      the devices.
     costs:        cost model of calls and transfers.
     lengths:      tokens of prompts and responses.
     enumerator:   makes the options of its models.
     has_shadows:  whether inference has copies of its own.
     """
 
-    spec: Spec
-    graph: Graph
-    roles: Roles
     shapes: Mapping[str, ModelShape]
-    cluster: Cluster
     costs: CostModel
     lengths: TextLengths
     enumerator: OptionEnumerator
@@ -72,7 +61,7 @@ class SearchedStep:
 
     @cached_property
     def sketch(self) -> Sketch:
-        return self.enumerator.sketch(Sketch(self.spec, self.graph, self.roles, self.has_shadows))
+        return self.enumerator.sketch(Sketch(self.spec, self.graph, self.cluster, has_shadows=self.has_shadows))
 
     @cached_property
     def devices(self) -> dict[str, DeviceClass]:

@@ -18,14 +18,12 @@ from flexrlhf.api import (
     OperatorKind,
     PlacedModel,
     Placement,
-    Roles,
+    ResolvedSpec,
     Run,
-    Spec,
     Strategy,
     Sync,
     UserError,
     check_operators,
-    run_graph,
 )
 from flexrlhf.guideline.simulation.calls import texts_per_row
 from flexrlhf.guideline.simulation.column_writers import ColumnWriters
@@ -137,19 +135,13 @@ class SearchModel:
 
 
 @dataclass(frozen=True)
-class Sketch:
+class Sketch(ResolvedSpec):
     """Step of ``spec`` on a placement that has no devices yet.
 
-    spec:         the spec, its models resolved.
-    graph:        operators of the algorithm.
-    roles:        its roles, in vector order.
     has_shadows:  whether inference has copies of its own.
     """
 
-    spec: Spec
-    graph: Graph
-    roles: Roles
-    has_shadows: bool
+    has_shadows: bool = False
 
     @cached_property
     def names(self) -> tuple[ModelName, ...]:
@@ -189,9 +181,10 @@ class Sketch:
         """Graph that runs, with the operators of the rollout engine."""
         environment = self.spec.environment
         if environment is None or environment.max_turns <= MOST_TURNS:
-            return run_graph(self.graph, self.spec, self.placement)
+            return self.run_graph(self.placement)
         shorter = environment.model_copy(update={"max_turns": MOST_TURNS})
-        return run_graph(self.graph, self.spec.model_copy(update={"environment": shorter}), self.placement)
+        shortened = replace(self, spec=self.spec.model_copy(update={"environment": shorter}))
+        return shortened.run_graph(self.placement)
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:

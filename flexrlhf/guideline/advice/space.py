@@ -278,13 +278,14 @@ def make_space(
     """
     resolved = ResolvedSpec.of(spec, pending, obstacle)
     graph, longest = resolved.graph, spec.lengths
-    spec = with_types_of_stages(spec, resolved.spec, resolved.cluster)
+    resolved = replace(resolved, spec=with_types_of_stages(spec, resolved.spec, resolved.cluster))
+    spec = resolved.spec
     texts = lengths or TextLengths(longest.prompt, (longest.response,))
     batch = replace(BatchShape.of(spec), num_chunks=1)
     shapes = model_shapes(spec, graph, pending or {})
     check_searched_models(spec, shapes, graph.roles, None if of_operators else graph.generated)
     for role in resolved.roles.all:
-        check_searched_settings(spec, role, resolved.roles)
+        check_searched_settings(resolved, role)
     # calls are priced as if responses were whole; memory is for the places of a step in segments
     maker = CallMaker(batch.of_one_round, longest, texts, spec.algorithm.epochs)
     enumerator = OptionEnumerator(spec, shapes, batch, costs, maker)
@@ -295,12 +296,11 @@ def make_space(
     space = Space(
         spec,
         graph,
-        resolved.roles,
-        shapes,
         resolved.cluster,
-        costs,
-        texts,
-        enumerator,
+        shapes=shapes,
+        costs=costs,
+        lengths=texts,
+        enumerator=enumerator,
         fixed_schedule=fixed,
         pending=pending or {},
     )

@@ -13,7 +13,7 @@ from flexrlhf.api import (
     ModelShape,
     ModelSpec,
     PlacedModel,
-    Roles,
+    ResolvedSpec,
     Spec,
     UserError,
     check_settings,
@@ -35,9 +35,9 @@ def with_types_of_stages(written: Spec, spec: Spec, cluster: Cluster) -> Spec:
     return spec.with_models(changed)
 
 
-def check_searched_settings(spec: Spec, role: str, roles: Roles) -> None:
+def check_searched_settings(resolved: ResolvedSpec, role: str) -> None:
     """Raise UserError for settings of a role that no placement could have, whatever ZeRO stage is chosen for it."""
-    settings = spec.models.of(role)
+    settings, roles = resolved.spec.models.of(role), resolved.roles
     assert settings is not None, f"{role} is resolved"
     is_fixed = "zero" in settings.model_fields_set
     errors = []
