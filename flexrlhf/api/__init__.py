@@ -108,7 +108,6 @@ if TYPE_CHECKING:
     from flexrlhf.placement.rollout import PagedCache, rollout_settings
     from flexrlhf.placement.transfer import Primitive, Transfer
     from flexrlhf.plan.algorithm_graph import make_graph
-    from flexrlhf.plan.changes import LONG_ROW, Changes, SettingChange, changed_spec
     from flexrlhf.plan.engine_checks import check_operators, check_settings
     from flexrlhf.plan.gpu_warnings import gpu_warnings
     from flexrlhf.plan.input_checks import check_runs

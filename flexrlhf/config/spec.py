@@ -15,7 +15,7 @@ from flexrlhf.config.algorithms import Algorithm, with_preset
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, check_positive
 from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.config.model_settings import Dtype, LoraSpec, ModelSpec, ModelsSpec
+from flexrlhf.config.model_settings import Dtype, LoraSpec, ModelSpec, ModelsSpec, ShadowSpec
 from flexrlhf.config.number_settings import SettingDifference, differing_settings
 from flexrlhf.config.output_settings import CheckpointSpec, DebugSpec, GuardsSpec, PluginLogger, SamplesSpec, SaveSpec
 from flexrlhf.config.placement_settings import ClusterSpec, OperatorPlacement, PlacementMap
@@ -504,6 +504,16 @@ class Spec(StrictModel):
         """Return this spec with other settings of ``models``, by role; they are not validated."""
         return self.model_copy(update={"models": self.models.model_copy(update=models)})
 
+    def with_settings(self, changes: Mapping[str, Any]) -> Self:
+        """Return this spec with other values of settings, which are not validated.
+
+        changes:  key in the YAML → value; ``...``: the setting is left open, as if it were not written.
+        """
+        found = self
+        for setting, value in changes.items():
+            found = _with_setting(found, setting.split("."), value)
+        return found
+
     def with_paths(self, change: Callable[[str, str], str], hub_names: Mapping[str, str]) -> Self:
         """Return this spec with other paths of models and of the tokenizer.
 
@@ -589,3 +599,16 @@ class Spec(StrictModel):
         width = self.data.max_prompt_tokens + self.data.max_response_tokens
         block = self.rollout.facts.cache_block
         return -(-width // block) * block if block else width
+
+
+def _with_setting(section: Any, path: Sequence[str], value: Any) -> Any:
+    name, *rest = path
+    if isinstance(section, Mapping):
+        return {**section, name: _with_setting(section[name], rest, value)}
+    if rest:
+        inner = dict(section)[name] if name != "shadow" else dict(section)[name] or ShadowSpec()
+        return section.model_copy(update={name: _with_setting(inner, rest, value)})
+    if value is not ...:
+        return section.model_copy(update={name: value})
+    kept = section.model_fields_set - {name}
+    return type(section).model_construct(kept, **{each: getattr(section, each) for each in kept})

@@ -149,6 +149,9 @@ class Lengths:
     experts:   bytes of the recorded experts of a token; 0: none are recorded.
     """
 
+    LONG: ClassVar[int] = 8192
+    """Tokens of a prompt and its response from which several context-parallel ranks are tried."""
+
     prompt: int
     response: int
     texts: tuple[tuple[str, int], ...] = ()
@@ -158,6 +161,10 @@ class Lengths:
     def total(self) -> int:
         """Tokens of a prompt and a response."""
         return self.prompt + self.response
+
+    @property
+    def are_long(self) -> bool:
+        return self.total >= self.LONG
 
     def of_role(self, role: str) -> Lengths:
         """Return the lengths of columns that ``role`` reads; whole texts are left-padded and end at the last place."""

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flexrlhf.config.model_settings import LoraSpec, ShadowSpec
-from flexrlhf.config.spec import Spec
-from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.memory.budget import Compute
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Sync
 from flexrlhf.strategies.workload import workload
 
-LONG_ROW = 8192
-"""Tokens of a prompt and its response from which several context-parallel ranks are tried."""
-
 
 @dataclass(frozen=True)
 class SettingChange:
-    """A new value for a setting.
-
-    setting:  its key in the YAML
-    value:    ``...``: the setting is left open, as if it were not written
-    """
+    """A new ``value`` for a ``setting``, which is its key in the YAML."""
 
     setting: str
-    value: Any = ...
+    value: Any
 
     @property
     def key(self) -> str:
@@ -49,28 +40,6 @@ class SettingChange:
 Changes = tuple[SettingChange, ...]
 
 
-def changed_spec(spec: Spec, changes: Changes) -> Spec:
-    """Return ``spec`` with ``changes``, which are not validated."""
-    found: StrictModel = spec
-    for change in changes:
-        found = _changed(found, change.setting.split("."), change.value)
-    assert isinstance(found, Spec)
-    return found
-
-
-def _changed(section: Any, path: Sequence[str], value: Any) -> Any:
-    name, *rest = path
-    if isinstance(section, Mapping):
-        return {**section, name: _changed(section[name], rest, value)}
-    if rest:
-        inner = dict(section)[name] if name != "shadow" else dict(section)[name] or ShadowSpec()
-        return section.model_copy(update={name: _changed(inner, rest, value)})
-    if value is not ...:
-        return section.model_copy(update={name: value})
-    kept = section.model_fields_set - {name}
-    return type(section).model_construct(kept, **{each: getattr(section, each) for each in kept})
-
-
 def changes_on(plan: Plan, rank: int) -> Iterator[SettingChange]:
     """Yield changes of the models on a rank and of syncs: engines and devices may refuse them."""
     for operator, tokens in plan.placement.pass_tokens.items():
@@ -86,7 +55,7 @@ def changes_on(plan: Plan, rank: int) -> Iterator[SettingChange]:
         if model.is_of_operators:
             continue  # it has the settings of its role
         changes = {**_of_any_copy(model), **_smaller_batches(plan, model, rank)}
-        if model.facts.cp and plan.lengths.of_role(model.role).total >= LONG_ROW:
+        if model.facts.cp and plan.lengths.of_role(model.role).are_long:
             changes["cp"] = [2 * model.settings.cp]
         sizes = plan.shapes[model.role].sizes if model.role in plan.shapes else None
         if model.facts.ep and sizes is not None and sizes.experts is not None:

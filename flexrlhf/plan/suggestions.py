@@ -19,7 +19,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.cache_size import unsized_spec
-from flexrlhf.plan.changes import Changes, SettingChange, changed_spec, changes_on
+from flexrlhf.plan.changes import Changes, SettingChange, changes_on
 from flexrlhf.plan.pipeline import ResolvedSpec
 from flexrlhf.plan.plan import Plan
 from flexrlhf.text import bytes_text
@@ -218,7 +218,8 @@ def replanned(plan: Plan, graph: Graph, changes: Changes, only: int | None = Non
         if isinstance(change.value, LoraSpec):
             role = change.setting.split(".")[1]
             shapes[role] = shapes[role].with_adapters(role, change.value)
-    resolved = ResolvedSpec(changed_spec(unsized_spec(plan), changes), graph, plan.cluster)
+    spec = unsized_spec(plan).with_settings({change.setting: change.value for change in changes})
+    resolved = ResolvedSpec(spec, graph, plan.cluster)
     return resolved.plan(resolved.place(), shapes, plan.sizing, only)
 
 

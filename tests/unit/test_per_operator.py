@@ -11,7 +11,7 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
-from flexrlhf.plan.changes import changed_spec, changes_on
+from flexrlhf.plan.changes import changes_on
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -105,7 +105,7 @@ def test_operators_that_share_a_copy_have_passes_of_their_own() -> None:
     assert {label for label in large if small[label] < large[label]} == {"forward on critic"}
     (changed,) = [each for each in changes_on(plan, 0) if each.setting.startswith("placement")]
     assert changed.text == "placement.operators.values.micro_batch_tokens=24"
-    assert make_plan(changed_spec(plan.spec, (changed,))).placement.pass_tokens == {"values": 24}
+    assert make_plan(plan.spec.with_settings({changed.setting: changed.value})).placement.pass_tokens == {"values": 24}
 
 
 def test_settings_that_an_entry_lacks_are_those_of_the_role() -> None:

@@ -10,7 +10,7 @@ from small_runs import plan_of
 
 from flexrlhf.errors import UserError
 from flexrlhf.plan.algorithm_graph import make_graph
-from flexrlhf.plan.changes import SettingChange, changed_spec
+from flexrlhf.plan.changes import SettingChange
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.suggestions import MemorySuggestion, check_fits, memory_suggestions, replanned, tightest_rank
@@ -39,12 +39,8 @@ def large(placement: Any = None, devices: int = 4, *overrides: str) -> Plan:
 
 def test_a_change_sets_a_value_or_leaves_it_open() -> None:
     spec = large(None, 4, "models.actor.zero=2", "schedule.num_chunks=1").spec
-    changes = (
-        SettingChange("models.actor.zero"),
-        SettingChange("models.actor.shadow.tp", 2),
-        SettingChange("data.max_response_tokens", 128),
-    )
-    changed = changed_spec(spec, changes)
+    changes = {"models.actor.zero": ..., "models.actor.shadow.tp": 2, "data.max_response_tokens": 128}
+    changed = spec.with_settings(changes)
     assert changed.models.actor is not None and changed.models.actor.shadow is not None
     assert "zero" not in changed.models.actor.model_fields_set and changed.models.actor.shadow.tp == 2
     assert (changed.data.max_response_tokens, changed.models.critic) == (128, spec.models.critic)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
 
-from flexrlhf.api import Changes, Spec, Strategy, UserError, bytes_text, changed_spec, either, read_yaml
+from flexrlhf.api import Spec, Strategy, UserError, bytes_text, either, read_yaml
 from flexrlhf.guideline.advice.candidates import (
     Candidate,
     FeasibleCandidate,
@@ -123,7 +123,7 @@ def refusal_text(base: Space, rejected: Sequence[RejectedCandidate]) -> str:
     opened = _first_that_fits(base, opening_changes(spec, base.roles.all))
     if opened is not None:
         fixed = fixed_settings(spec, base.roles.all)
-        named = [f"{change.setting}: {fixed[change.setting]}" for change in opened.changes]
+        named = [f"{setting}: {fixed[setting]}" for setting in opened.changes]
         return f"{nothing} with {' and '.join(named)}; it would fit {opened.text}"
     needed = [least_needed(space) for _, space in last_spaces(base)]
     single = [_first_that_fits(base, series) for series in request_changes(*request)]
@@ -154,8 +154,8 @@ def _first_that_fits(base: Space, series: Iterable[RequestChange]) -> RequestCha
     return next((change for change, _ in tried if _fits(base, change.changes, tries)), None)
 
 
-def _fits(base: Space, changes: Changes, tries: Iterator[int]) -> bool:
-    spec = changed_spec(base.spec, changes)
+def _fits(base: Space, changes: Mapping[str, object], tries: Iterator[int]) -> bool:
+    spec = base.spec.with_settings(changes)
     try:
         Spec.parse(read_yaml(spec.dump(short=True)))
         return last_resort(make_space(spec, base.costs, base.lengths, base.pending), tries) is not None

@@ -12,11 +12,9 @@ from flexrlhf.api import (
     Cluster,
     ModelSpec,
     Plan,
-    SettingChange,
     ShadowSpec,
     Spec,
     UserError,
-    changed_spec,
     counted,
     ranks_text,
 )
@@ -120,14 +118,14 @@ def returns(found: Replan, decisions: Sequence[Mapping[str, Any]]) -> bool:
 def reopened(spec: Spec, written: Spec | None = None) -> Spec:
     """Return the resolved ``spec`` of a run with its placement open, its chunks and, on known GPUs, settings of models
     that time and memory depend on, unless they are ``written``. What numbers depend on stays."""
-    return changed_spec(spec, tuple(_openings(spec, written)))
+    return spec.with_settings(dict(_openings(spec, written)))
 
 
-def _openings(spec: Spec, written: Spec | None) -> Iterator[SettingChange]:
+def _openings(spec: Spec, written: Spec | None) -> Iterator[tuple[str, Any]]:
     is_open = Cluster.of(spec.cluster).has_known_gpus(spec.cluster)
-    yield SettingChange("placement", None)
+    yield "placement", None
     # values that no YAML has stay, too
-    yield from (SettingChange("schedule.lag", spec.schedule.lag), SettingChange("rollout.engine", spec.rollout.engine))
+    yield from (("schedule.lag", spec.schedule.lag), ("rollout.engine", spec.rollout.engine))
     sections: list[tuple[str, BaseModel, BaseModel | None, Sequence[str], bool]] = [
         ("schedule", spec.schedule, written and written.schedule, ("strategy", "num_chunks"), True),
         ("rollout", spec.rollout, written and written.rollout, ("tp", "kv_tokens"), is_open),
@@ -136,7 +134,7 @@ def _openings(spec: Spec, written: Spec | None) -> Iterator[SettingChange]:
         own = None if written is None else written.models.of(role) or written.models.all
         if isinstance(model, ModelSpec) and role != "all":
             for name in ("engine", "dtype"):
-                yield SettingChange(f"models.{role}.{name}", getattr(model, name))
+                yield f"models.{role}.{name}", getattr(model, name)
             sections.append((f"models.{role}", model, own, OF_MODELS, is_open))
             if model.shadow is not None:
                 sections.append((f"models.{role}.shadow", model.shadow, own and own.shadow, OF_SHADOW, is_open))
@@ -144,7 +142,7 @@ def _openings(spec: Spec, written: Spec | None) -> Iterator[SettingChange]:
         for name in names:
             # of devices without figures only placements are compared
             is_kept = not is_chosen or (by_user is not None and name in by_user.model_fields_set)
-            yield SettingChange(f"{path}.{name}", getattr(section, name) if is_kept else ...)
+            yield f"{path}.{name}", getattr(section, name) if is_kept else ...
 
 
 def format_replan(found: Replan) -> str:

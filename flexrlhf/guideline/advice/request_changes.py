@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pydantic import BaseModel
+
 from flexrlhf.api import (
-    Changes,
     Cluster,
     ClusterSpec,
     DeviceClass,
@@ -14,10 +15,7 @@ from flexrlhf.api import (
     LoraSpec,
     ModelSpec,
     RolloutSpec,
-    SettingChange,
     Spec,
-    StrictModel,
-    changed_spec,
 )
 
 LEAST_RESPONSE = 128
@@ -36,15 +34,15 @@ OF_SYNC = ("every",)
 
 @dataclass(frozen=True)
 class RequestChange:
-    """Changes of a request that are made together. ``text``: in words, after "it would fit"."""
+    """Changes of a request that are made together, by setting. ``text``: in words, after "it would fit"."""
 
     text: str
-    changes: Changes
+    changes: Mapping[str, object]
 
 
 def fixed_settings(spec: Spec, roles: Iterable[str]) -> dict[str, object]:
     """Return the settings of the YAML that leave fewer placements to choose from, with their values."""
-    sections: dict[str, tuple[StrictModel | None, Sequence[str]]] = {}
+    sections: dict[str, tuple[BaseModel | None, Sequence[str]]] = {}
     for role, model in _models(spec, roles).items():
         sections[f"models.{role}"] = model, OF_MODELS
         sections[f"models.{role}.shadow"] = model.shadow, OF_MODELS
@@ -62,9 +60,9 @@ def opening_changes(spec: Spec, roles: Iterable[str]) -> Iterator[RequestChange]
     """Yield the request without each of the fixed settings, then without all of them."""
     settings = list(fixed_settings(spec, roles))
     for setting in settings if len(settings) > 1 else ():
-        yield RequestChange(f"without {setting}", (SettingChange(setting),))
+        yield RequestChange(f"without {setting}", {setting: ...})
     if settings:
-        yield RequestChange(f"without {' and '.join(settings)}", tuple(map(SettingChange, settings)))
+        yield RequestChange(f"without {' and '.join(settings)}", dict.fromkeys(settings, ...))
 
 
 def request_changes(
@@ -88,7 +86,7 @@ def paired_changes(
     for first in (*opened, *adapted):
         also = adapted if first in opened else []
         for second in (*also, *_more_devices(spec), *_more_memory(spec, cluster)):
-            yield RequestChange(f"{first.text} {second.text}", first.changes + second.changes)
+            yield RequestChange(f"{first.text} {second.text}", {**first.changes, **second.changes})
 
 
 def _with_parameters_on_host(spec: Spec, roles: Iterable[str]) -> Iterator[RequestChange]:
@@ -98,8 +96,8 @@ def _with_parameters_on_host(spec: Spec, roles: Iterable[str]) -> Iterator[Reque
     able = [role for role, each in models.items() if each.facts.offload and name not in each.model_fields_set]
     if able:
         values = {"zero": 3, name: True}
-        changes = [SettingChange(f"models.{role}.{key}", value) for role in able for key, value in values.items()]
-        yield RequestChange("with models.ROLE.zero 3 and offload_parameters", tuple(changes))
+        changes = {f"models.{role}.{key}": value for role in able for key, value in values.items()}
+        yield RequestChange("with models.ROLE.zero 3 and offload_parameters", changes)
 
 
 def _with_offloading_engine(spec: Spec, trained: Iterable[str], cluster: Cluster) -> Iterator[RequestChange]:
@@ -108,25 +106,25 @@ def _with_offloading_engine(spec: Spec, trained: Iterable[str], cluster: Cluster
     engine = EngineFacts.offloading_engine()
     others = [role for role, model in _models(spec, trained).items() if model.engine != engine]
     if engine and others and cluster.has_known_gpus(spec.cluster):
-        changes = tuple(SettingChange(f"models.{role}.engine", engine) for role in others)
+        changes = {f"models.{role}.engine": engine for role in others}
         change = RequestChange(f"with --engine {engine} (models.ROLE.engine)", changes)
         yield change
-        for more in _with_parameters_on_host(changed_spec(spec, changes), others):
-            yield RequestChange(f"{change.text} and {more.text.removeprefix('with ')}", changes + more.changes)
+        for more in _with_parameters_on_host(spec.with_settings(changes), others):
+            yield RequestChange(f"{change.text} and {more.text.removeprefix('with ')}", {**changes, **more.changes})
 
 
 def _with_own_decoding(spec: Spec) -> Iterator[RequestChange]:
     """Yield the request without a rollout engine, whose copy of the weights and cache stay on the devices."""
     if spec.rollout.has_copy:
         plain = RolloutSpec(engine="transformers", logprobs=spec.rollout.logprobs)
-        yield RequestChange(f"with --rollout {plain.engine} (rollout.engine)", (SettingChange("rollout", plain),))
+        yield RequestChange(f"with --rollout {plain.engine} (rollout.engine)", {"rollout": plain})
 
 
 def _with_adapters(spec: Spec, trained: Iterable[str]) -> Iterator[RequestChange]:
     """Yield the request with adapters on all models that are trained."""
     whole = [role for role, model in _models(spec, trained).items() if model.lora is None]
     if whole:
-        changes = tuple(SettingChange(f"models.{role}.lora", LoraSpec()) for role in whole)
+        changes = {f"models.{role}.lora": LoraSpec() for role in whole}
         yield RequestChange(f"with adapters (--lora {LoraSpec().rank}, models.ROLE.lora)", changes)
 
 
@@ -134,8 +132,8 @@ def _shorter(spec: Spec) -> Iterator[RequestChange]:
     """Yield the request with shorter responses."""
     tokens = spec.data.max_response_tokens // 2
     while tokens >= LEAST_RESPONSE:
-        change = SettingChange("data.max_response_tokens", tokens)
-        yield RequestChange(f"with responses of at most {tokens} tokens ({change.setting})", (change,))
+        setting = "data.max_response_tokens"
+        yield RequestChange(f"with responses of at most {tokens} tokens ({setting})", {setting: tokens})
         tokens //= 2
 
 
@@ -144,7 +142,7 @@ def _more_devices(spec: Spec) -> Iterator[RequestChange]:
     times = 2
     while times <= MOST_TIMES and times * spec.cluster.num_devices <= Spec.MAX_DEVICES:
         cluster = enlarged(spec.cluster, times)
-        yield RequestChange(f"on {cluster.num_devices} devices", (SettingChange("cluster", cluster),))
+        yield RequestChange(f"on {cluster.num_devices} devices", {"cluster": cluster})
         times *= 2
 
 
@@ -167,7 +165,7 @@ def _more_memory(spec: Spec, cluster: Cluster) -> Iterator[RequestChange]:
     for memory, device in sorted(classes.items()):
         if memory > largest > 0:
             nodes = tuple(node.model_copy(update={"memory_gb": memory}) for node in spec.cluster.nodes)
-            changes = SettingChange("cluster.nodes", nodes), SettingChange("cluster.memory_gb", memory)
+            changes = {"cluster.nodes": nodes, "cluster.memory_gb": memory}
             yield RequestChange(f"with {device.memory_gb:g} GB on each device ({device.name})", changes)
 
 

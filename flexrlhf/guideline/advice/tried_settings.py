@@ -11,7 +11,6 @@ from pydantic import BaseModel
 
 from flexrlhf.api import (
     DTYPE_BYTES,
-    LONG_ROW,
     BatchShape,
     EngineFacts,
     Layout,
@@ -98,14 +97,13 @@ class TriedSettings:
         """Numbers of context-parallel ranks that are tried; the one in the YAML alone, if there is one, and several
         only for long rows, and for fewer replicas where some would wait: they exchange states in every layer, and
         replicas do not. Ranks that cannot have equally many heads each exchange more, and are not tried."""
-        in_yaml, data, sizes = self._in_yaml(model, base, "cp"), self.spec.data, self.shapes[model.role].sizes
+        in_yaml, sizes = self._in_yaml(model, base, "cp"), self.shapes[model.role].sizes
         if in_yaml is not None:
             return (in_yaml,)
         if model.is_rollout or not self.facts(model, base).cp or sizes is None:
             return (1,)
         tried = tuple(cp for cp in CONTEXT_PARALLEL if sizes.heads % (cp * tp) == 0)
-        is_long = data.max_prompt_tokens + data.max_response_tokens >= LONG_ROW
-        return tried if is_long else self._evener(model, tried, replicas)
+        return tried if self.spec.lengths.are_long else self._evener(model, tried, replicas)
 
     def _evener(self, model: SearchModel, tried: Sequence[int], replicas: int) -> tuple[int, ...]:
         """Return the numbers, of those ``tried``, with which ``replicas`` wait less for the fullest one than with
