@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ from flexrlhf.api import (
     check_memory,
     complete_config,
     config_paths,
+    load_spec,
     plan_runs,
     prepare_corpus,
     process_directory,
-    random_weights,
     read_vector,
 )
 
@@ -103,7 +104,7 @@ def verify(
         OutputPath(keep, "--keep").check_directory()
     if config is None:
         prepare_corpus()
-        if random_weights():
+        if _random_weights():
             typer.echo("the quick start's models are not trained yet (flexrlhf run): random weights take their place\n")
     with process_directory() if keep is None else nullcontext(keep) as directory:
         is_same = _verify(_plans(first, sides, directory, steps, force), sides)
@@ -116,8 +117,19 @@ def verify(
 def _load(config: Path | None, placement_ratio: str | None, settings: Sequence[str]) -> Spec:
     """Load one side; the quick start's PPO has random weights where the models before it are not trained yet."""
     path = config or config_paths()[-1]
-    overrides = (*(random_weights() if config is None else ()), *settings)
+    overrides = (*(_random_weights() if config is None else ()), *settings)
     return RunOptions([path], placement_ratio=placement_ratio, set_=[*overrides]).specs()[0]
+
+
+def _random_weights() -> tuple[str, ...]:
+    """Return overrides of the quick start's last config: random weights of the same shape, for models that are not
+    trained yet."""
+    sft, *_, last = config_paths()
+    actor, models = load_spec(sft).models.actor, load_spec(last).models
+    assert actor is not None, "the quick start trains an actor"
+    shape = json.dumps(actor.init)
+    absent = [role for role, model in models if model and model.path is not None and not Path(model.path).is_dir()]
+    return tuple(f"models.{role}.{setting}" for role in absent for setting in ("path=null", f"init={shape}"))
 
 
 def _other_side(config: Path | None, other: str, settings: Sequence[str]) -> Side:
