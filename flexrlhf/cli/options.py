@@ -72,15 +72,6 @@ Overrides = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="continue although the plan exceeds the memory of the devices")]
-Profile = Annotated[Path | None, typer.Option(help="times measured by `flexrlhf profile`")]
-MeasuredIn = Annotated[
-    Path | None,
-    typer.Option(
-        "--from",
-        metavar="RUN",
-        help="directory of a run: times scaled to its own, lengths of its last steps; its config if none is given",
-    ),
-]
 Price = Annotated[
     str | None,
     typer.Option(

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.api import Profile, UserError, working
+from flexrlhf.api import UserError, working
+from flexrlhf.guideline.commands.basis import Profile
 
 PageRuns = Annotated[list[Path], typer.Argument(help="directories of runs, such as runs/my-ppo; several are compared")]
 Page = Annotated[Path, typer.Option("--output", "-o", help="file of the page")]

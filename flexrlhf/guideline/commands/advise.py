@@ -15,18 +15,16 @@ from flexrlhf.api import (
     MOST_TOKENS,
     Cluster,
     ConfigOption,
-    MeasuredIn,
     OutputPath,
     Overrides,
     Price,
-    Profile,
     RunOptions,
     Spec,
     UserError,
     complete_config,
     working,
 )
-from flexrlhf.guideline.commands.basis import Basis
+from flexrlhf.guideline.commands.basis import Basis, MeasuredIn, Profile
 
 if TYPE_CHECKING:
     from flexrlhf.api import Spec

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Annotated, Self
+
+import typer
 
 from flexrlhf.api import load_plugin
 
@@ -14,6 +16,16 @@ if TYPE_CHECKING:
     from flexrlhf.api import Spec
     from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths
     from flexrlhf.guideline.simulation.measured_run import MeasuredRun
+
+Profile = Annotated[Path | None, typer.Option(help="times measured by `flexrlhf profile`")]
+MeasuredIn = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="RUN",
+        help="directory of a run: times scaled to its own, lengths of its last steps; its config if none is given",
+    ),
+]
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,15 @@ from typing import Annotated
 import typer
 
 from flexrlhf.api import (
-    MeasuredIn,
     OutputPath,
     Price,
-    Profile,
     RunOptions,
     UserError,
     lack_text,
     plan_runs,
     with_run_options,
 )
-from flexrlhf.guideline.commands.basis import Basis
+from flexrlhf.guideline.commands.basis import Basis, MeasuredIn, Profile
 
 Lengths = Annotated[
     str | None,
