@@ -1141,7 +1141,7 @@ def test_larger_batches_are_shown_with_what_they_gain(on_four_nodes: Advice) -> 
 
     # at the settings that it has, as planned and simulated
     (largest,) = largest_tried([found.best])
-    assert largest.tried is not None and largest.largest.prompts >= 2048
+    assert largest.tried is not None and largest.prompts >= 2048
     plan = make_plan(found.best.candidate.spec.with_prompts(2048))
     assert simulate(plan, AnalyticCosts()).seconds == pytest.approx(largest.tried.seconds)
     assert LARGEST_BATCHES in text and f"--prompts 2048 takes it: {largest.gain:+.0%} samples/s" in text

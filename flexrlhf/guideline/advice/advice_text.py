@@ -201,7 +201,7 @@ def _largest(advice: Advice) -> Iterator[str]:
             f"{each.item.candidate.strategy} {placement_text(each.item)}",
             str(_prompts(each.item)),
             f"{each.item.samples_per_second:.2f}",
-            str(each.largest.prompts) if each.largest.prompts >= _prompts(each.item) else "plan does not fit",
+            str(each.prompts) if each.prompts >= _prompts(each.item) else "plan does not fit",
             *((str(_prompts(each.tried)), _speed(each.tried), f"{each.gain:+.0%}") if each.tried else ("-",) * 3),
         )
         for each in rows

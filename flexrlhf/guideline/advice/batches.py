@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flexrlhf.api import LargestBatch, Spec, UserError
+from flexrlhf.api import Spec, UserError
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, check
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.proposals import choose_settings, in_space
@@ -64,12 +64,12 @@ class LargestTried:
     """Placement with its batch, and with the largest one at the same settings.
 
     item:     the placement.
-    largest:  most prompts that memory has room for.
+    prompts:  the most that memory has room for.
     tried:    the placement with as many, at most ``LARGEST`` times its batch; None: no larger one.
     """
 
     item: FeasibleCandidate
-    largest: LargestBatch
+    prompts: int
     tried: FeasibleCandidate | None
 
     @property
@@ -85,7 +85,7 @@ def largest_tried(items: Sequence[FeasibleCandidate]) -> list[LargestTried]:
         largest, prompts = item.plan.limits.largest_batch(), item.plan.spec.algorithm.prompts_per_step
         if largest is not None:
             grown = min(largest.prompts, LARGEST * prompts)
-            found.append(LargestTried(item, largest, _grown(item, grown) if grown > prompts else None))
+            found.append(LargestTried(item, largest.prompts, _grown(item, grown) if grown > prompts else None))
     return found
 
 
