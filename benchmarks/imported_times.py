@@ -36,7 +36,6 @@ from flexrlhf.guideline.simulation.simulation_text import format_simulation
 from flexrlhf.imports.translate import translated
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.suggestions import tightest_rank
 
 TABLE = Path(__file__).with_suffix(".csv")
 ENDINGS = ("sh", "yaml", "yml")
@@ -78,7 +77,7 @@ class Recipe:
     @property
     def fits(self) -> str:
         """``yes``, or the gigabytes that the fullest device needs and has."""
-        rank = tightest_rank(self.plan)
+        rank = self.plan.tightest_rank
         needed, size = self.plan.memories[rank].peak_bytes, self.plan.device_bytes(rank)
         assert size is not None
         return "yes" if needed <= size else f"{needed / 1e9:.0f} of {size / 1e9:.0f} GB"

@@ -29,7 +29,6 @@ from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.plan.choice import planned
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.suggestions import tightest_rank
 from flexrlhf.weights.shapes import model_shape
 
 Section = Mapping[str, Any]
@@ -385,7 +384,7 @@ def _text(seconds: float) -> str:
 
 def fits(plan: Plan) -> bool:
     """Return whether every rank has room for ``plan``."""
-    rank = tightest_rank(plan)
+    rank = plan.tightest_rank
     size = plan.device_bytes(rank)
     return size is None or plan.memories[rank].peak_bytes <= size
 

@@ -15,7 +15,6 @@ from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.suggestions import tightest_rank
 
 SAMPLES = 50
 """Random changes that fit."""
@@ -56,7 +55,7 @@ class PlannedSeconds:
 
 def fits(plan: Plan) -> bool:
     """Whether every rank of a plan has enough memory."""
-    rank = tightest_rank(plan)
+    rank = plan.tightest_rank
     size = plan.device_bytes(rank)
     return size is None or plan.memories[rank].peak_bytes <= size
 

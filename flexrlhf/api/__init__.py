@@ -18,13 +18,11 @@ if TYPE_CHECKING:
         ConfigOption,
         Devices,
         Force,
-        MeasuredIn,
         Nnodes,
         NodeRank,
         Overrides,
         PlacementRatio,
         Price,
-        Profile,
         RdzvEndpoint,
         RunOptions,
         complete_config,
@@ -63,7 +61,7 @@ if TYPE_CHECKING:
     from flexrlhf.config.yaml_io import read_yaml
     from flexrlhf.data.files import is_present
     from flexrlhf.data.hub import HubName
-    from flexrlhf.data.quickstart import config_paths, prepare_corpus, random_weights
+    from flexrlhf.data.quickstart import config_paths, prepare_corpus
     from flexrlhf.display.live_display import live_display
     from flexrlhf.display.plain_lines import rate, restarts_text
     from flexrlhf.environments.base import EpisodeCall, EpisodeReply, Messages, Turn
@@ -111,7 +109,6 @@ if TYPE_CHECKING:
     from flexrlhf.plan.engine_checks import check_operators, check_settings
     from flexrlhf.plan.gpu_warnings import gpu_warnings
     from flexrlhf.plan.input_checks import check_runs
-    from flexrlhf.plan.largest_batch import LargestBatch
     from flexrlhf.plan.model_checks import check_device, check_packages, check_placed_model
     from flexrlhf.plan.models import model_shapes, without_device_sizes
     from flexrlhf.plan.node_traffic import NodeBytes
@@ -120,7 +117,7 @@ if TYPE_CHECKING:
     from flexrlhf.plan.plan import Plan, own_texts
     from flexrlhf.plan.router_replay import run_lengths
     from flexrlhf.plan.schedule_text import schedule_rows
-    from flexrlhf.plan.suggestions import check_fits, lack_text, tightest_rank
+    from flexrlhf.plan.suggestions import check_fits, lack_text
     from flexrlhf.rewards.worker_calls import task_scorer
     from flexrlhf.runs.fingerprints import Fingerprints
     from flexrlhf.runs.free_space import DiskDemand

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.api import Spec, UserError, make_plan, tightest_rank
+from flexrlhf.api import Spec, UserError, make_plan
 from flexrlhf.imports.translation import Translation
 
 KEY = "rollout.kv_tokens"
@@ -42,7 +42,7 @@ def _lacking(out: Translation) -> int | None:
         plan = make_plan(Spec.parse(tree, out.file))
     except UserError:
         return None
-    rank = tightest_rank(plan)
+    rank = plan.tightest_rank
     size, memory = plan.device_bytes(rank), plan.memories[rank]
     if size is None:
         return None

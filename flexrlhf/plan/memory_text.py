@@ -15,7 +15,7 @@ from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.cache_size import is_short_of_cache
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.suggestions import memory_suggestions, tightest_rank
+from flexrlhf.plan.suggestions import memory_suggestions
 from flexrlhf.text import bytes_text, ranks_text
 
 NUM_MEASURED = 4
@@ -112,7 +112,7 @@ def _wrapped(head: str, text: str) -> list[str]:
 def _suggestions(plan: Plan) -> list[str]:
     """Return the settings that reduce the highest peak, unless it is far below the device's memory, or a cache takes
     what they would free."""
-    rank = tightest_rank(plan)
+    rank = plan.tightest_rank
     size = plan.device_bytes(rank) or SMALLEST_DEVICE_BYTES
     lacks = (plan.device_bytes(rank) or inf) < plan.memories[rank].peak_bytes
     if 2 * plan.memories[rank].peak_bytes < size or (is_short_of_cache(plan) and not lacks):

@@ -337,6 +337,15 @@ class Plan:
         computed = {rank: self.memory(rank) for rank in set(self.alike.values())}
         return tuple(computed[first].on(rank) for rank, first in sorted(self.alike.items()))
 
+    @cached_property
+    def tightest_rank(self) -> int:
+        """Rank that lacks most memory; among devices of unknown size the one that needs most."""
+        sizes = [self.device_bytes(rank) for rank in range(self.placement.num_ranks)]
+        lacking = [
+            (size is not None, each.peak_bytes - (size or 0)) for size, each in zip(sizes, self.memories, strict=True)
+        ]
+        return lacking.index(max(lacking))
+
 
 def own_texts(lengths: Lengths, texts: SequenceLengths) -> dict[str, SequenceLengths]:
     """Return ``texts`` with the lengths of each role that has a tokenizer of its own."""

@@ -70,15 +70,6 @@ class MemorySuggestion:
         return max(BY_TIME.index(each.key) if each.key in BY_TIME else len(BY_TIME) for each in self.changes)
 
 
-def tightest_rank(plan: Plan) -> int:
-    """Return the rank that lacks most memory; among devices of unknown size the one that needs most."""
-    sizes = [plan.device_bytes(rank) for rank in range(plan.placement.num_ranks)]
-    lacking = [
-        (size is not None, each.peak_bytes - (size or 0)) for size, each in zip(sizes, plan.memories, strict=True)
-    ]
-    return lacking.index(max(lacking))
-
-
 def memory_suggestions(plan: Plan, rank: int, written: frozenset[str] = frozenset()) -> list[MemorySuggestion]:
     """Return the changes that reduce the peak of ``rank``: every setting at the value that frees most.
 
@@ -179,7 +170,7 @@ def check_fits(plan: Plan) -> None:
 
 def lack_text(plan: Plan) -> str:
     """Return a sentence on the memory that the tightest rank lacks, and how it would fit; empty if each has enough."""
-    rank = tightest_rank(plan)
+    rank = plan.tightest_rank
     size = plan.device_bytes(rank)
     if size is None or plan.memories[rank].peak_bytes <= size:
         return ""
@@ -188,7 +179,7 @@ def lack_text(plan: Plan) -> str:
 
 def need_text(plan: Plan) -> str:
     """Return a sentence on the memory that the tightest rank needs, and has."""
-    rank = tightest_rank(plan)
+    rank = plan.tightest_rank
     memory, device = plan.memories[rank], plan.cluster.devices[rank].device_class
     at = f" for {memory.peak.label}" if memory.peak is not None else ""
     size = bytes_text(plan.device_bytes(rank))
@@ -234,7 +225,7 @@ def fitted(spec: Spec, plan: Plan) -> tuple[Plan, str]:
     graph, chosen = make_graph(plan.spec), dict[str, str]()
     written, changed = frozenset(_written(spec, plan.graph.roles)), plan
     for _ in range(MOST_ROUNDS):
-        rank = tightest_rank(changed)
+        rank = changed.tightest_rank
         size = changed.device_bytes(rank)
         if size is None or changed.memories[rank].peak_bytes <= size:
             sentence = f"{plan.spec.name}: {' '.join(chosen.values())} chosen; else {need_text(plan)}" if chosen else ""

@@ -21,7 +21,7 @@ from flexrlhf.guideline.simulation.inputs import lengths_for
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.suggestions import check_fits, tightest_rank
+from flexrlhf.plan.suggestions import check_fits
 
 GRPO = "algorithm.name=grpo"
 RULE = "reward={rule: gsm8k}"
@@ -200,7 +200,7 @@ def fits(spec: Spec) -> bool:
         plan = make_plan(spec)
     except UserError:
         return False
-    rank = tightest_rank(plan)
+    rank = plan.tightest_rank
     size = plan.cluster.memory_bytes(rank)
     return size is None or plan.memories[rank].peak_bytes <= size
 

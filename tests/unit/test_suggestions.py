@@ -13,7 +13,7 @@ from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.changes import SettingChange
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.plan.suggestions import MemorySuggestion, check_fits, memory_suggestions, replanned, tightest_rank
+from flexrlhf.plan.suggestions import MemorySuggestion, check_fits, memory_suggestions, replanned
 from flexrlhf.strategies.instructions import Offload
 
 ACTOR = (
@@ -175,9 +175,9 @@ def test_128_alike_ranks_are_sized_once() -> None:
 
 def test_the_tightest_rank_lacks_most() -> None:
     plan = large([0.5] * 6, 4)
-    assert tightest_rank(plan) in plan.placement["actor"].ranks
+    assert plan.tightest_rank in plan.placement["actor"].ranks
     nodes = "cluster={nodes: [{devices: 2, memory_gb: 1000}, {devices: 2, memory_gb: 1}]}"
-    assert tightest_rank(large([0.5] * 6, 4, nodes)) in plan.placement["actor.shadow"].ranks
+    assert large([0.5] * 6, 4, nodes).tightest_rank in plan.placement["actor.shadow"].ranks
 
 
 # --- runs that cannot fit
