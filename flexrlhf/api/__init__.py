@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     )
     from flexrlhf.config.environment_settings import EnvironmentSpec
     from flexrlhf.config.job_secret import JobSecret
-    from flexrlhf.config.model_names import MODELS, Families, FoundModel
-    from flexrlhf.config.model_settings import DTYPE_BYTES, Head, LoraSpec, ModelSpec, ShadowSpec
+    from flexrlhf.config.model_names import Families, FoundModel
+    from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
     from flexrlhf.config.number_settings import SettingDifference
     from flexrlhf.config.output_path import OutputPath
     from flexrlhf.config.output_settings import LOGGERS, MlflowSpec, WandbSpec

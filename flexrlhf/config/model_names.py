@@ -203,14 +203,25 @@ class FoundModel:
         return next((key.format(*found.groups()) for found, key in matches if found is not None), None)
 
     @classmethod
+    def known(cls, name: str | None) -> Self | None:
+        """Return the model of a known name; None for another one."""
+        config = MODELS.get(name or "")
+        return None if config is None else cls(config, {"init": config})
+
+    @property
+    def is_llama_like(self) -> bool:
+        """Whether it has the linear layers of Llama, so no experts."""
+        return self.config["model_type"] in Families.LLAMA_LIKE
+
+    @classmethod
     def find(cls, text: str, option: str = "--model") -> Self:
         """Return the model of a known name, of a Hugging Face model directory, or of a ``config.json``.
 
         ``option``: the option or setting with the text, for errors. Raises UserError with the nearest known names.
         """
-        known = MODELS.get(text.lower().removesuffix("-hf"))
+        known = cls.known(text.lower().removesuffix("-hf"))
         if known is not None:
-            return cls(known, {"init": known})
+            return known
         path = Path(text)
         is_directory = path.is_dir()
         if is_directory:

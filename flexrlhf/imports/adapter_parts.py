@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from flexrlhf.api import MODELS, Families
+from flexrlhf.api import FoundModel
 from flexrlhf.imports.expert_settings import has_experts
 from flexrlhf.imports.parts import names_of
 from flexrlhf.imports.settings import Setting
@@ -84,8 +84,8 @@ def _layers(names: Iterable[str]) -> Iterable[str]:
 
 def _is_plain(out: Translation, role: str) -> bool:
     """Whether a model is known by its name to have the linear layers of Llama."""
-    init = out.value(f"models.{role}.init")
-    return init in MODELS and MODELS[init]["model_type"] in Families.LLAMA_LIKE
+    known = FoundModel.known(out.value(f"models.{role}.init"))
+    return known is not None and known.is_llama_like
 
 
 def _without(out: Translation, role: str, layers: Sequence[str], excluded: Setting | None) -> list[str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flexrlhf.api import MODELS, DeviceClass, ModelSpec, Spec, UserError, model_shape
+from flexrlhf.api import DeviceClass, FoundModel, ModelSpec, Spec, UserError, model_shape
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import DOT, Translation
 
@@ -173,8 +173,9 @@ def put_cache(out: Translation, share: Setting | None, engines_tp: int, rows: in
     """
     if share is None:
         return
-    init, device_class = out.value("models.actor.init"), out.devices[0] if out.devices else None
-    shape = None if init not in MODELS else model_shape("actor", ModelSpec.model_validate({"init": init}))
+    device_class = out.devices[0] if out.devices else None
+    known = FoundModel.known(out.value("models.actor.init"))
+    shape = None if known is None else model_shape("actor", ModelSpec.model_validate(known.weights))
     if shape is None or shape.sizes is None or device_class is None:
         out.drop(
             share, "tokens of vLLM's cache (rollout.kv_tokens) follow from the model's sizes and the devices' class"

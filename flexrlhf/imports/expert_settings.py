@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flexrlhf.api import MODELS, Families, ModelSpec, Sizes, model_shape
+from flexrlhf.api import FoundModel, Sizes, model_sizes
 from flexrlhf.imports.device_parts import num_training
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import DOT, Translation
@@ -18,8 +18,8 @@ UNKNOWN = "the model's experts are not known by its name: router_aux_loss_coef, 
 
 def has_experts(out: Translation) -> bool:
     """Whether the trained model is known by its name to have experts."""
-    init = out.value("models.actor.init")
-    return init in MODELS and MODELS[init]["model_type"] not in Families.LLAMA_LIKE
+    known = FoundModel.known(out.value("models.actor.init"))
+    return known is not None and not known.is_llama_like
 
 
 def put_expert_ranks(out: Translation, setting: Setting | None) -> None:
@@ -91,6 +91,5 @@ def put_router_replay(out: Translation, setting: Setting | None) -> bool:
 
 
 def _sizes(out: Translation) -> Sizes | None:
-    init = out.value("models.actor.init")
-    shape = None if init not in MODELS else model_shape("actor", ModelSpec.model_validate({"init": init}))
-    return None if shape is None else shape.sizes
+    known = FoundModel.known(out.value("models.actor.init"))
+    return None if known is None else model_sizes(known.config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -12,7 +12,6 @@ from flexrlhf.api import (
     ModelName,
     ModelSpec,
     PlacementMap,
-    ShadowSpec,
     Spec,
     UserError,
 )
@@ -30,7 +29,7 @@ SWAPS = 100
 def spec_of(space: Space, assignment: Assignment) -> Spec:
     """Return the space's spec with the placement and the settings of ``assignment``."""
     models: dict[str, ModelSpec] = {}
-    shadows: dict[str, ShadowSpec] = {}
+    shadows: dict[str, ModelSpec] = {}
     rollout = space.spec.rollout
     for choice in assignment:
         name = ModelName(choice.part)
@@ -40,17 +39,16 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
             chosen = {"tp": settings.tp, "pp": settings.pp, "kv_tokens": settings.generate_tokens}
             rollout = rollout.model_copy(update=chosen)
         elif name.is_shadow:
-            shadows[name.role] = _shadow_of(settings, space.spec.models.of(name.role))
+            shadows[name.role] = settings
         else:
             models[name.role] = settings
-    for role, shadow in shadows.items():
-        own = models[role]
-        inherited = {name: None for name in ("shard", "cp", "ep") if getattr(shadow, name) == getattr(own, name)}
-        models[role] = own.model_copy(update={"shadow": shadow.model_copy(update=inherited)})
     changes: dict[str, object] = {"rollout": rollout, "placement": None}
     if space.has_less_memory:
         changes["cluster"] = usable_cluster(space.spec.cluster, space.usable, space.communicators)
     spec = space.spec.with_models(models).model_copy(update=changes)
+    for role, shadow in shadows.items():
+        own = dict(_of_shadow(shadow, models[role]))
+        spec = spec.with_settings({f"models.{role}.shadow.{name}": value for name, value in own.items()})
     return spec.model_copy(update={"placement": _placement(space, spec, assignment)})
 
 
@@ -66,12 +64,12 @@ def usable_cluster(cluster: ClusterSpec, share: float, communicators: int) -> Cl
     return cluster.model_copy(update={"nodes": tuple(nodes)})
 
 
-def _shadow_of(settings: ModelSpec, base: ModelSpec | None) -> ShadowSpec:
-    """Chosen settings of a shadow, in addition to those in the YAML (its engine, its type)."""
-    stages = ("pp",) if settings.facts.pp else ()
-    names = ("zero", "shard", "tp", *stages, "cp", "ep", "micro_batch_tokens", "generate_tokens")
-    in_yaml = base.shadow if base is not None and base.shadow is not None else ShadowSpec()
-    return in_yaml.model_copy(update={name: getattr(settings, name) for name in names})
+def _of_shadow(settings: ModelSpec, own: ModelSpec) -> Iterator[tuple[str, object]]:
+    """Yield the chosen settings of a shadow; None: as of its role, which has the settings ``own``."""
+    for name in ("zero", "tp", *(("pp",) if settings.facts.pp else ()), "micro_batch_tokens", "generate_tokens"):
+        yield name, getattr(settings, name)
+    for name in ("shard", "cp", "ep"):
+        yield name, None if getattr(settings, name) == getattr(own, name) else getattr(settings, name)
 
 
 def _placement(space: Space, spec: Spec, assignment: Assignment) -> Vector | PlacementMap:

@@ -12,7 +12,6 @@ from flexrlhf.api import (
     Cluster,
     ModelSpec,
     Plan,
-    ShadowSpec,
     Spec,
     UserError,
     counted,
@@ -24,9 +23,6 @@ from flexrlhf.guideline.advice.choice import Advice
 from flexrlhf.guideline.advice.request_changes import OF_MODELS
 from flexrlhf.guideline.simulation.measured_run import MeasuredRun
 from flexrlhf.guideline.simulation.simulation_text import seconds_text
-
-OF_SHADOW = tuple(name for name in OF_MODELS if name in ShadowSpec.model_fields)
-"""Settings of shadows that are chosen."""
 
 OTHER_LENGTH = 1.25
 """Ratio of mean lengths from which on a run may go back to a placement that it has left."""
@@ -137,7 +133,8 @@ def _openings(spec: Spec, written: Spec | None) -> Iterator[tuple[str, Any]]:
                 yield f"models.{role}.{name}", getattr(model, name)
             sections.append((f"models.{role}", model, own, OF_MODELS, is_open))
             if model.shadow is not None:
-                sections.append((f"models.{role}.shadow", model.shadow, own and own.shadow, OF_SHADOW, is_open))
+                of_shadow = [name for name in OF_MODELS if name in type(model.shadow).model_fields]
+                sections.append((f"models.{role}.shadow", model.shadow, own and own.shadow, of_shadow, is_open))
     for path, section, by_user, names, is_chosen in sections:
         for name in names:
             # of devices without figures only placements are compared

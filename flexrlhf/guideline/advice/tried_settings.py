@@ -10,7 +10,6 @@ from math import inf
 from pydantic import BaseModel
 
 from flexrlhf.api import (
-    DTYPE_BYTES,
     BatchShape,
     EngineFacts,
     Layout,
@@ -18,7 +17,6 @@ from flexrlhf.api import (
     ModelSpec,
     PlacedModel,
     RolloutSpec,
-    ShadowSpec,
     Spec,
     rollout_settings,
 )
@@ -164,8 +162,9 @@ class TriedSettings:
 
     def _weights_share(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> float:
         """Return the weights of a model in memories of a device."""
-        item = DTYPE_BYTES[(self.spec.rollout.dtype if model.is_rollout else None) or base.dtype]
-        return self.shapes[model.role].num_parameters * item / mesh.device.usable_bytes
+        own = self.spec.rollout.dtype if model.is_rollout else None
+        settings = base if own is None else base.model_copy(update={"dtype": own})
+        return self.shapes[model.role].num_parameters * settings.item_bytes / mesh.device.usable_bytes
 
     def stages(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, parts: int) -> tuple[int, ...]:
         """ZeRO stages that are tried for a model whose replicas are ``parts`` ranks: if it is not trained weights on
@@ -254,5 +253,7 @@ class TriedSettings:
         """Settings of this copy that the YAML sets."""
         base = self.spec.models.of(model.role)
         assert base is not None, f"{model.role} is resolved"
-        section = (base.shadow or ShadowSpec()) if model.is_shadow else base
+        section = base.shadow if model.is_shadow else base
+        if section is None:
+            return set()
         return {name for name in section.model_fields_set if getattr(section, name) is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flexrlhf.api import MODELS
+from flexrlhf.api import FoundModel
 from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import num_devices
 from flexrlhf.imports.expert_settings import (
@@ -124,11 +124,12 @@ def put_saved_activations(out: Translation, job: JobSettings, role: str, *prefix
 
 def _split_sequences(out: Translation, job: JobSettings, prefix: str) -> None:
     """Write ranks that share a sequence as context-parallel ones, as far as heads and the ranks of a node divide."""
-    key, sizes = "ulysses_sequence_parallel_size", MODELS.get(out.value("models.actor.init") or "", {})
+    key, known = "ulysses_sequence_parallel_size", FoundModel.known(out.value("models.actor.init"))
     setting, per_node = job.count(prefix + key, key), job.count("--nproc_per_node", "trainer.n_gpus_per_node")
     if setting is None:
         return
-    size = math.gcd(setting.value, sizes.get("num_attention_heads", setting.value), per_node.value if per_node else 8)
+    heads = setting.value if known is None else known.config.get("num_attention_heads", setting.value)
+    size = math.gcd(setting.value, heads, per_node.value if per_node else 8)
     if size > 1:
         out.put("models.all.cp", size, setting)
         out.put("models.all.context_parallel", "ulysses", setting)
