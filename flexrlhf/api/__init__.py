@@ -112,10 +112,8 @@ if TYPE_CHECKING:
     from flexrlhf.plan.model_checks import check_device, check_packages, check_placed_model
     from flexrlhf.plan.models import model_shapes, without_device_sizes
     from flexrlhf.plan.node_traffic import NodeBytes
-    from flexrlhf.plan.old_logprobs import recomputes_next_to_generation
     from flexrlhf.plan.pipeline import ResolvedSpec, make_plan, make_plans
-    from flexrlhf.plan.plan import Plan, own_texts
-    from flexrlhf.plan.router_replay import run_lengths
+    from flexrlhf.plan.plan import Plan
     from flexrlhf.plan.schedule_text import schedule_rows
     from flexrlhf.plan.suggestions import check_fits, lack_text
     from flexrlhf.rewards.worker_calls import task_scorer

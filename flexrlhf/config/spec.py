@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, ValidationError, model_validator
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
+from flexrlhf.config.algorithms.base import ImportanceSpec, SampledSpec
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, check_positive
 from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.environment_settings import EnvironmentSpec
@@ -555,6 +556,16 @@ class Spec(StrictModel):
     def most_stale(self) -> int:
         """Most batches that are trained on between the weights that sample a token and the step that trains on it."""
         return self.schedule.lag + self.sync.every - 1 + self.num_segments - 1
+
+    @property
+    def importance(self) -> ImportanceSpec | None:
+        """Correction of the importance of tokens, which algorithms with generation may have."""
+        return self.algorithm.importance if isinstance(self.algorithm, SampledSpec) else None
+
+    @property
+    def recomputes_next_to_generation(self) -> bool:
+        """Whether a pass of its own computes ``logprobs`` on the copy that generates, as only transformers can."""
+        return self.rollout.logprobs == "recompute" and self.importance is None
 
     @property
     def num_segments(self) -> int:

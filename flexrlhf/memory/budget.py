@@ -33,6 +33,7 @@ from flexrlhf.memory.transfer_bytes import (
     sync_parts,
     writing_bytes,
 )
+from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import CallKind
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.placement import Placement
@@ -142,6 +143,11 @@ class SequenceLengths:
     @property
     def width(self) -> int:
         return self.prompt + self.response
+
+    def of_own_tokenizers(self, lengths: Lengths) -> dict[str, SequenceLengths]:
+        """Return these with the ``lengths`` of each role that has a tokenizer of its own."""
+        own = {role: lengths.of_role(role) for role, _ in lengths.texts}
+        return {role: replace(self, prompt=each.prompt, response=each.response) for role, each in own.items()}
 
     def rows_decoded(self, model: PlacedModel, rows: int | None) -> int:
         """Return the rows that are decoded together, of ``rows`` in all."""

@@ -34,9 +34,9 @@ def logprob_source(graph: Graph, spec: Spec, is_remote: bool) -> tuple[LogprobPa
 
     Raises UserError for a setting that cannot be.
     """
-    setting, importance = spec.rollout.logprobs, _importance(spec)
+    setting, importance = spec.rollout.logprobs, spec.importance
     if is_remote and spec.rollout.has_copy and importance is None:
-        if recomputes_next_to_generation(spec):
+        if spec.recomputes_next_to_generation:
             raise UserError(
                 f"rollout.logprobs: recompute needs a copy of the actor next to {spec.rollout.engine}, which is on "
                 f"other ranks than the trained one; use auto, or a placement without shadows"
@@ -54,11 +54,6 @@ def logprob_source(graph: Graph, spec: Spec, is_remote: bool) -> tuple[LogprobPa
     return "forward", ""
 
 
-def recomputes_next_to_generation(spec: Spec) -> bool:
-    """Whether a pass of its own computes ``logprobs`` on the copy that generates, which only transformers can do."""
-    return spec.rollout.logprobs == "recompute" and _importance(spec) is None
-
-
 def check_setting(graph: Graph, spec: Spec) -> None:
     """Raise UserError if ``rollout.logprobs`` does nothing, or leaves out log-probs that a correction needs."""
     setting = spec.rollout.logprobs
@@ -67,15 +62,11 @@ def check_setting(graph: Graph, spec: Spec) -> None:
             f"rollout.logprobs: {setting} has nothing to do, since {spec.algorithm.name} trains on responses of the "
             f"data set; remove it"
         )
-    if setting == "reuse" and _importance(spec) is not None:
+    if setting == "reuse" and spec.importance is not None:
         raise UserError(
             "rollout.logprobs: reuse leaves out the log-probs that algorithm.importance compares with those of "
             "generation; use auto, or remove importance"
         )
-
-
-def _importance(spec: Spec) -> object:
-    return spec.algorithm.importance if isinstance(spec.algorithm, SampledSpec) else None
 
 
 def _trains_in_one_pass(graph: Graph, spec: Spec) -> bool:

@@ -19,6 +19,7 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.memory.budget import Sizing
+from flexrlhf.operators.columns import Lengths, expert_item_bytes
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.groups import Group
@@ -47,7 +48,6 @@ from flexrlhf.plan.models import (
 from flexrlhf.plan.operator_protocols import with_protocols
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.rollout_engine import with_rollout, with_rollout_engine
-from flexrlhf.plan.router_replay import run_lengths
 from flexrlhf.plan.segments import with_segments
 from flexrlhf.plan.tokenizers import check_tokenizers
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Save, Sync
@@ -124,7 +124,7 @@ class ResolvedSpec:
         graph = self.run_graph(placement)
         placement = with_starts(with_protocols(placement, graph, spec), roles_that_keep_starts(spec, graph))
         check_operators(graph, placement, is_evaluated=spec.eval is not None)
-        lengths, on_gpus = run_lengths(spec, graph, shapes), spec.cluster.device != "cpu"
+        lengths, on_gpus = self.run_lengths(shapes), spec.cluster.device != "cpu"
         generates = {placement.copy_for(each).name for each in graph.operators if each.kind == "generate"}
         check_models(placement, shapes, self.cluster, lengths, generates, on_gpus)
         batch = BatchShape.of(spec)
@@ -156,6 +156,18 @@ class ResolvedSpec:
         placed = replace(self, spec=placement.as_placed(self.spec))
         graph = placed.placeable_graph({model.role for model in placement.shadows})
         return combines_behind_training(graph, placement, self.spec.schedule.lag)
+
+    def run_lengths(self, shapes: Mapping[str, ModelShape]) -> Lengths:
+        """Return the padded lengths of the run, with the bytes of the experts that are recorded of a token."""
+        lengths, role = self.spec.lengths, self.graph.generated
+        model, shape = self.spec.models.of(role or ""), shapes.get(role or "")
+        if model is None or not model.has_replay or shape is None or shape.sizes is None:
+            return lengths
+        experts = shape.sizes.experts
+        if experts is None:
+            return lengths
+        item = expert_item_bytes(experts.number)
+        return replace(lengths, experts=shape.sizes.sparse_layers * experts.active * item)
 
     def placeable_graph(self, shadowed: Collection[str]) -> Graph:
         """Return the algorithm's graph with all operators that run, which may be placed one by one.

@@ -246,7 +246,7 @@ class Plan:
             self.shapes,
             texts,
             self.spec.sync,
-            own_texts(self.lengths, texts),
+            texts.of_own_tokenizers(self.lengths),
             node_of,
             reusing,
             debug.slots,
@@ -345,9 +345,3 @@ class Plan:
             (size is not None, each.peak_bytes - (size or 0)) for size, each in zip(sizes, self.memories, strict=True)
         ]
         return lacking.index(max(lacking))
-
-
-def own_texts(lengths: Lengths, texts: SequenceLengths) -> dict[str, SequenceLengths]:
-    """Return ``texts`` with the lengths of each role that has a tokenizer of its own."""
-    own = {role: lengths.of_role(role) for role, _ in lengths.texts}
-    return {role: replace(texts, prompt=each.prompt, response=each.response) for role, each in own.items()}

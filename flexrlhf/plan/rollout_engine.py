@@ -32,7 +32,6 @@ from flexrlhf.plan.old_logprobs import (
     from_generation,
     from_training,
     logprob_source,
-    recomputes_next_to_generation,
 )
 from flexrlhf.plan.router_replay import with_router_replay
 from flexrlhf.weights.shapes import read_config
@@ -90,7 +89,7 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
         "top_p, top_k or min_response_tokens cut the distribution that rollout.parity compares (null: it does not)": (
             compares_cut_logprobs(spec)
         ),
-        "rollout.logprobs: recompute needs a copy of the actor": has_copies and recomputes_next_to_generation(spec),
+        "rollout.logprobs: recompute needs a copy of the actor": has_copies and spec.recomputes_next_to_generation,
     }
     return next((text for text, is_so in obstacles.items() if is_so), "")
 
@@ -132,8 +131,7 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
     check_rollout(graph, spec)
     if graph.generated is None:
         return with_router_replay(graph, spec)
-    algorithm, rollout = spec.algorithm, spec.rollout
-    importance = algorithm.importance if isinstance(algorithm, SampledSpec) else None
+    rollout, importance = spec.rollout, spec.importance
     if importance is not None:
         graph = _corrected_graph(graph)
     graph = _with_kept_tokens(graph, spec, importance)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import Column, Lengths, expert_item_bytes
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.plan.old_logprobs import also_writing
-from flexrlhf.weights.model_shape import ModelShape
 
 
 def with_router_replay(graph: Graph, spec: Spec) -> Graph:
@@ -54,15 +52,3 @@ def _check(role: str, graph: Graph, spec: Spec) -> None:
             f"{key} records responses that are generated whole, found rollout.segment_tokens "
             f"{spec.rollout.segment_tokens}; use none, or segment_tokens: null"
         )
-
-
-def run_lengths(spec: Spec, graph: Graph, shapes: Mapping[str, ModelShape]) -> Lengths:
-    """Return the padded lengths of the run, with the bytes of the experts that are recorded of a token."""
-    lengths, role = spec.lengths, graph.generated
-    model, shape = spec.models.of(role or ""), shapes.get(role or "")
-    if model is None or not model.has_replay or shape is None or shape.sizes is None:
-        return lengths
-    experts = shape.sizes.experts
-    if experts is None:
-        return lengths
-    return replace(lengths, experts=shape.sizes.sparse_layers * experts.active * expert_item_bytes(experts.number))

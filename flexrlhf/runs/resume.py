@@ -11,7 +11,6 @@ from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
-from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.errors import UserError, shown
@@ -272,8 +271,7 @@ def _check_drain(plan: Plan, before: Spec, where: CheckpointDirectory) -> None:
 
 
 def _max_staleness(spec: Spec) -> int | None:
-    importance = spec.algorithm.importance if isinstance(spec.algorithm, SampledSpec) else None
-    return None if importance is None else importance.max_staleness
+    return None if spec.importance is None else spec.importance.max_staleness
 
 
 def _lacks_rows(plan: Plan, before: Spec, next_step: int) -> bool:

@@ -25,7 +25,6 @@ from flexrlhf.api import (
     Sizing,
     Spec,
     State,
-    own_texts,
 )
 from flexrlhf.guideline.advice.call_figures import CallFigures, ShardedModel, TransferBytes, relevant_settings
 from flexrlhf.guideline.advice.memo import Memo
@@ -235,4 +234,4 @@ class FigureMaker:
     @cached_property
     def _own_lengths(self) -> dict[str, SequenceLengths]:
         """Lengths by role, for models with a tokenizer of their own."""
-        return own_texts(self.spec.lengths, self._lengths)
+        return self._lengths.of_own_tokenizers(self.spec.lengths)

@@ -17,7 +17,6 @@ from flexrlhf.api import (
     ResolvedSpec,
     Run,
     Sync,
-    run_lengths,
 )
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.sketch import Sketch, name_of
@@ -70,7 +69,7 @@ class SearchedStep(ResolvedSpec):
 
     @cached_property
     def _run_lengths(self) -> Lengths:
-        return run_lengths(self.spec, self.graph, self.shapes)
+        return self.run_lengths(self.shapes)
 
     def _calls(self) -> Iterator[SearchTask | SearchSync]:
         """Tasks and syncs in the order of the trainer's list, and the switches of an engine that sleeps."""

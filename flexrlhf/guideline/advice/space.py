@@ -20,7 +20,6 @@ from flexrlhf.api import (
     Strategy,
     UserError,
     model_shapes,
-    recomputes_next_to_generation,
     rollout_settings,
 )
 from flexrlhf.guideline.advice.limits import SpaceLimits
@@ -78,7 +77,7 @@ class Space(SearchedStep):
         """Whether some placement has shadows: a hybrid engine generates on the ranks of the trained copy, and vLLM
         where that copy has to compute log-probs."""
         rollout = self.spec.rollout
-        is_apart = not (rollout.is_hybrid or (rollout.has_copy and recomputes_next_to_generation(self.spec)))
+        is_apart = not (rollout.is_hybrid or (rollout.has_copy and self.spec.recomputes_next_to_generation))
         return self.graph.can_shadow and self.pool.num_devices > 1 and is_apart
 
     @property
