@@ -123,7 +123,6 @@ if TYPE_CHECKING:
     from flexrlhf.runs.resume import AUTO, ORDERS, Resumption, resume_runs
     from flexrlhf.runs.run_directory import RunDirectory
     from flexrlhf.signals import Ending, StopSignal, handled
-    from flexrlhf.strategies.calls import CalledStep
     from flexrlhf.strategies.instructions import (
         Eval,
         Instruction,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os.path import realpath
 from pathlib import Path
+from typing import Any
 
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
@@ -30,6 +31,7 @@ from flexrlhf.plan.reused_copies import copies_that_reuse
 from flexrlhf.plan.run_data import DataFiles
 from flexrlhf.plan.run_tokenizer import RunTokenizer
 from flexrlhf.plan.stored_columns import StoredColumns, stored_columns
+from flexrlhf.strategies.calls import CalledStep
 from flexrlhf.strategies.instructions import Offload, Run
 from flexrlhf.strategies.residency import DeviceMemory
 from flexrlhf.strategies.schedule import Schedule
@@ -224,6 +226,12 @@ class Plan:
     def _has_experts(self, role: str) -> bool:
         shape = self.shapes.get(role)
         return shape is not None and shape.sizes is not None and shape.sizes.experts is not None
+
+    def as_called(self, steps: Iterable[Iterable[Mapping[str, Any]]], step: int) -> Plan:
+        """Return this plan with ``step`` as a program called it. ``steps``: messages of the calls of a run's steps, of
+        which that one is the last. Raises UserError for calls that the plan cannot have."""
+        called = CalledStep.again(steps, self.graph, self.placement, self.batch)
+        return replace(self, schedule=self.schedule.as_called(called, step))
 
     def loaded_on(self, rank: int) -> list[PlacedModel]:
         """Return the models of ``rank`` as they are loaded, all ranks in one order: first models that start in host

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 
 from flexrlhf.api import (
-    CalledStep,
     HubName,
     ModelShape,
     Plan,
@@ -172,8 +171,7 @@ def _as_called(plan: Plan, contents: RunContents) -> Plan:
         return plan
     for call in (call for line in lines for call in line["calls"]):
         _check_call(plan, call)
-    called = CalledStep.again((line["calls"] for line in lines), plan.graph, plan.placement, plan.batch)
-    return replace(plan, schedule=plan.schedule.as_called(called, lines[-1]["step"]))
+    return plan.as_called((line["calls"] for line in lines), lines[-1]["step"])
 
 
 def _check_call(plan: Plan, call: LineFields) -> None:
