@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from flexrlhf.config.proxies import Address
     from flexrlhf.config.ratio_vector import read_vector
     from flexrlhf.config.secrets import hidden, is_secret_name, without_secrets
-    from flexrlhf.config.setting_list import yaml_text
     from flexrlhf.config.spec import RolloutSpec, Spec
     from flexrlhf.config.spec_file import apply_override, load_spec
     from flexrlhf.config.strict_model import StrictModel

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from textwrap import TextWrapper
 from typing import Any
 
-from flexrlhf.api import hidden, yaml_text
+from flexrlhf.api import hidden
 from flexrlhf.imports.settings import JobSettings, Setting, is_off, read_scalar
 
 WIDTH = 118
@@ -232,9 +232,7 @@ def written(value: Any) -> str:
         case float():
             short = f"{value:.10g}"
             return short if float(short) == value else repr(value)
-        case str() | list() | tuple() | dict():
-            return printable(json.dumps(value, ensure_ascii=False))
-    return yaml_text(value)
+    return printable(json.dumps(value, ensure_ascii=False))
 
 
 def _plain(text: str) -> str:
