@@ -136,13 +136,13 @@ if TYPE_CHECKING:
     from flexrlhf.user_code.deadline import Deadline
     from flexrlhf.user_code.process_directories import process_directory
     from flexrlhf.user_code.processes import exit_text
-    from flexrlhf.weights.adapter_files import frozen_model, has_adapters, stored_adapters
+    from flexrlhf.weights.adapter_files import frozen_model, has_adapters
     from flexrlhf.weights.decoder_sizes import DecoderSizes, Sizes
     from flexrlhf.weights.families import model_sizes
     from flexrlhf.weights.model_shape import ModelShape
     from flexrlhf.weights.parameters import ParameterName, Parameters, count_elements
     from flexrlhf.weights.shapes import model_shape, read_config
-    from flexrlhf.weights.shards import elements_on_rank, parts_of
+    from flexrlhf.weights.shards import elements_on_rank
     from flexrlhf.weights.sync_plan import SyncPlan
 
 

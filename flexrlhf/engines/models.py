@@ -48,6 +48,7 @@ from flexrlhf.weights.adapter_files import (
     has_adapters,
     stored_adapters,
 )
+from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
     check_none_missing,
@@ -56,7 +57,7 @@ from flexrlhf.weights.model_files import (
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import read_config
-from flexrlhf.weights.shards import Part
+from flexrlhf.weights.shards import Part, parts_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLASSES: dict[Head, Any] = {
@@ -263,15 +264,29 @@ def _add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
 
 
 @torch.no_grad()
+def read_adapters(
+    placed: PlacedModel, tensors: Mapping[str, Tensor], rank: int | None = None, sizes: Sizes | None = None
+) -> None:
+    """Read the adapters in the path of ``placed``, and their scalar head, into the ``tensors`` that have their names.
+
+    rank:   whose parts the tensors are; None: they are whole.
+    sizes:  of a model that may have fewer key-value heads than tensor-parallel ranks.
+    """
+    stored, reader = stored_adapters(placed.role, str(placed.settings.path)), PartReader()
+    shapes = tuple((name, each.shape) for name, each in stored.items() if name in tensors)
+    whole = {name: Part.whole(shape) for name, shape in shapes}
+    for name, part in (whole if rank is None else parts_of(placed, shapes, rank, sizes)).items():
+        values = torch.empty(part.num_elements)
+        reader.read(stored[name], part, values)
+        tensors[name].copy_(values.view(tensors[name].shape))
+
+
+@torch.no_grad()
 def _read_adapters(model: PreTrainedModel, placed: PlacedModel) -> None:
     """Read the adapters in the path of ``placed``, and their scalar head; keep a frozen copy where one is used."""
     from peft.tuners.lora import LoraLayer
 
-    role, path = placed.role, str(placed.settings.path)
-    stored, reader = stored_adapters(role, path), PartReader()
-    for name, parameter in model.named_parameters():
-        if name in stored:
-            reader.read(stored[name], Part.whole(tuple(parameter.shape)), parameter)
+    read_adapters(placed, dict(model.named_parameters()))
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers if placed.keeps_start else ():
         for matrices in (layer.lora_A, layer.lora_B):

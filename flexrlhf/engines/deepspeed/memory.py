@@ -19,7 +19,6 @@ from flexrlhf.api import (
     State,
     Units,
     count_elements,
-    parts_of,
 )
 from flexrlhf.engines.deepspeed.config import ELEMENTS
 
@@ -117,7 +116,7 @@ def _slices(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
     """Return ``shape`` with the sizes of tensor-parallel parts, before DeepSpeed shards them."""
     if model.layout.tp == 1:
         return shape
-    parts = parts_of(model, shape.parameters, rank)
+    parts = shape.parts_on(model, rank)
     sizes = ((name, tuple(map(len, parts[name].box))) for name, _ in shape.parameters)
     return replace(shape, parameters=tuple(sizes))
 

@@ -20,11 +20,9 @@ from flexrlhf.api import (
     frozen_model,
     has_adapters,
     model_sizes,
-    parts_of,
     process_directory,
-    stored_adapters,
 )
-from flexrlhf.api.engine import EngineContext, PartReader, load_model, saved_value_head
+from flexrlhf.api.engine import EngineContext, load_model, read_adapters, saved_value_head
 from flexrlhf.engines.vllm.child import ChildProcess, child_environment, starting
 from flexrlhf.engines.vllm.config import engine_arguments
 from flexrlhf.engines.vllm.isolation import PrivateGroups, ProcessIsolation, frozen_objects
@@ -90,7 +88,7 @@ class VllmInstance:
             self.sleep_mode = SleepMode(self.engine, context)
         # not isolated: this rank is then numbered in its replica
         if context.placed.settings.goes_on_adapters:
-            self._read_adapters()
+            read_adapters(context.placed, self.views, context.ranks.number, sizes=model_sizes(self.config.to_dict()))
 
     def _start(self, directory: str) -> Any:
         """Return vLLM's engine with the weights in ``directory``."""
@@ -138,18 +136,6 @@ class VllmInstance:
         self._call("join_stages")
         core = self.engine.engine_core.engine_core
         core.batch_queue, core.step_fn = None, core.step
-
-    @torch.no_grad()
-    def _read_adapters(self) -> None:
-        """Read this rank's part of the adapters that training goes on with."""
-        placed, reader = self._context.placed, PartReader()
-        stored = stored_adapters(placed.role, str(placed.settings.path))
-        sizes = tuple((name, each.shape) for name, each in stored.items() if name in self.views)
-        of_heads = model_sizes(self.config.to_dict())
-        for name, part in parts_of(placed, sizes, self._context.ranks.number, of_heads).items():
-            values = torch.empty(part.num_elements)
-            reader.read(stored[name], part, values)
-            self.views[name].copy_(values.view(self.views[name].shape))
 
     def _worker_config(self) -> dict[str, Any]:
         rank, lora = 0 if self._groups is None else self._groups.rank, self._context.placed.settings.lora
