@@ -22,10 +22,7 @@ from flexrlhf.engines.batch_texts import BatchTexts, PassUnit
 from flexrlhf.engines.context_parallel import shared_attention
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.row_split import RowPart, RowSplit
-from flexrlhf.memory.packed_rows import (
-    PackedPass,
-    Place,
-)
+from flexrlhf.memory.packed_rows import PackedPass
 from flexrlhf.operators.columns import Column
 
 
@@ -183,11 +180,7 @@ def _composed(batch: Batch, prompts: Sequence[int], texts: BatchTexts, settings:
         tuple(unit.groups for unit in units), settings.budget, settings.packs, settings.masks
     ):
         each = replace(narrow, width=-(-narrow.width // settings.multiple) * settings.multiple)
-        starts = {
-            start.row: start
-            for number, row in enumerate(each.rows)
-            for start in _starts(number * each.width, row, units)
-        }
+        starts = {start.row: start for start in _starts(each, units)}
         num_texts = len(starts)
         for unit in each.units:
             starts |= {row: starts[first]._replace(row=row) for row, first in units[unit].repeated.items()}
@@ -212,16 +205,18 @@ class _Start(NamedTuple):
     number: int
 
 
-def _starts(place: int, row: Sequence[Place], units: Sequence[PassUnit]) -> Iterator[_Start]:
-    """Yield the sequences of one row of a pass, whose first token is at ``place``."""
-    for unit, index in row:
-        groups = units[unit].groups
-        group, before = groups[index], sum(len(other.responses) for other in groups[:index])
-        prompt, is_alone = place, len(group.responses) == 1
-        place += group.prompt
-        for number, response in zip(units[unit].rows[before:], group.responses, strict=False):
-            yield _Start(number, prompt, place, prompt if is_alone else place)
-            place += response
+def _starts(each: PackedPass, units: Sequence[PassUnit]) -> Iterator[_Start]:
+    """Yield the sequences of the rows of a pass."""
+    for start, row in enumerate(each.rows):
+        place = start * each.width
+        for unit, index in row:
+            groups = units[unit].groups
+            group, before = groups[index], sum(len(other.responses) for other in groups[:index])
+            prompt, is_alone = place, len(group.responses) == 1
+            place += group.prompt
+            for number, response in zip(units[unit].rows[before:], group.responses, strict=False):
+                yield _Start(number, prompt, place, prompt if is_alone else place)
+                place += response
 
 
 def _attended(each: PackedPass, units: Sequence[PassUnit], fills: bool, pins: bool) -> PassAttention:
