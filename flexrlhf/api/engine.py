@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flexrlhf.engines.non_finite import NonFiniteStep
     from flexrlhf.engines.optimizers import ScheduledOptimizer
     from flexrlhf.engines.pass_settings import PassSettings
-    from flexrlhf.engines.passes import make_passes
+    from flexrlhf.engines.passes import Passes
     from flexrlhf.engines.readout import Computed, PassRequest, Readout
     from flexrlhf.engines.routing import use_float32_routers
     from flexrlhf.engines.sampling import completes_stop, gumbel_noise

@@ -51,6 +51,31 @@ class Passes(LossPasses):
     lockstep: RankGroup | None
     routers: Routers | None = None
 
+    @classmethod
+    def of(
+        cls,
+        context: EngineContext,
+        model: PreTrainedModel,
+        call: Callable[..., Any],
+        head: LanguageHead | None,
+        lockstep: bool,
+    ) -> Passes:
+        """Return the passes of the model of ``context``; the other arguments are those of ``Passes`` and ``Readout``.
+
+        lockstep:  whether ranks with the same part of the model must call it equally often.
+        """
+        placed, config, ranks = context.placed, model.config, context.ranks
+        return cls(
+            model,
+            call,
+            Readout.of(context, config, head),
+            placed.settings,
+            PassSettings.of(context, config),
+            ranks.dp,
+            ranks.same_part if lockstep else None,
+            make_routers(model, placed.settings, placed.trained),
+        )
+
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
         """Sample responses, as ``Engine.generate``; context-parallel ranks to a part of the prompts each."""
         split = self.pass_settings.split
@@ -258,23 +283,3 @@ def no_search_for_texts() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = before
-
-
-def make_passes(
-    context: EngineContext,
-    model: PreTrainedModel,
-    call: Callable[..., Any],
-    head: LanguageHead | None,
-    lockstep: bool,
-) -> Passes:
-    """Return the passes of the model of ``context``; the other arguments go to ``Passes`` and ``Readout``.
-
-    lockstep:  whether ranks with the same part of the model must call it equally often.
-    """
-    placed, config = context.placed, model.config
-    readout = Readout.of(context, config, head)
-    settings = placed.settings
-    laid_out = PassSettings.of(context, config)
-    together = context.ranks.same_part if lockstep else None
-    routers = make_routers(model, settings, placed.trained)
-    return Passes(model, call, readout, settings, laid_out, context.ranks.dp, together, routers)

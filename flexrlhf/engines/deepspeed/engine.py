@@ -31,13 +31,13 @@ from flexrlhf.api.engine import (
     MemoryUsage,
     Moments,
     NonFiniteStep,
+    Passes,
     Sampling,
     ScheduledOptimizer,
     Skeleton,
     StateTensor,
     TrainingState,
     as_world,
-    make_passes,
     storage_bytes,
 )
 from flexrlhf.engines.deepspeed.config import clips_itself, deepspeed_config, partitions_plainly
@@ -151,7 +151,7 @@ class DeepSpeedEngine(Lender):
             self._engine = self._initialize()
         # gradients are reduced during backward, and weights of stage 3 gathered layer by layer
         lockstep = placed.trained or placed.in_lockstep
-        self._passes = make_passes(context, self._model, self._engine, head, lockstep)
+        self._passes = Passes.of(context, self._model, self._engine, head, lockstep)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
         self._gradient_bytes = 0

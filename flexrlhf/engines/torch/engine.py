@@ -29,7 +29,7 @@ from flexrlhf.engines.model_ranks import ExpertRanks, ModelRanks
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.engines.non_finite import NonFiniteStep
 from flexrlhf.engines.optimizers import local
-from flexrlhf.engines.passes import make_passes
+from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.skeletons import Skeleton, swap_values
 from flexrlhf.engines.tensor_parallel import TensorParallelNames
 from flexrlhf.engines.torch.fsdp import apply_fsdp, expert_mesh, free_gathered, read_shards, shard_mesh
@@ -58,7 +58,7 @@ class TorchEngine(Lender):
             self._masters = _cast(self._model, DTYPES[settings.dtype])
         self._await_device = context.await_device
         self._shares_passes = placed.in_lockstep or ranks.cp is not None or ranks.tp.group is not None
-        self._passes = make_passes(context, self._model, self._model, head, placed.in_lockstep)
+        self._passes = Passes.of(context, self._model, self._model, head, placed.in_lockstep)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None
         self._biases = self._passes.router_biases
