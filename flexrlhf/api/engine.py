@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flexrlhf.engines.language_head import LanguageHead
     from flexrlhf.engines.loss_passes import LossPasses
     from flexrlhf.engines.micro_batch import MicroBatch
-    from flexrlhf.engines.models import DTYPES, load_model, read_adapters
+    from flexrlhf.engines.models import DTYPES, frozen_files, load_frozen, read_adapters
     from flexrlhf.engines.non_finite import NonFiniteStep
     from flexrlhf.engines.optimizers import ScheduledOptimizer
     from flexrlhf.engines.pass_settings import PassSettings
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from flexrlhf.engines.readout import Computed, PassRequest, Readout
     from flexrlhf.engines.routing import use_float32_routers
     from flexrlhf.engines.sampling import completes_stop, gumbel_noise
-    from flexrlhf.engines.scalar_head import saved_value_head
     from flexrlhf.engines.skeletons import Skeleton
     from flexrlhf.launch.devices import choose_device
     from flexrlhf.launch.failures import FailureReporter

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -34,7 +35,7 @@ from flexrlhf.engines.experts import add_expert_adapters
 from flexrlhf.engines.rms_norm import use_own_norms
 from flexrlhf.engines.rotary_positions import use_own_rotation
 from flexrlhf.engines.routing import use_float32_routers
-from flexrlhf.engines.scalar_head import add_value_head, is_of_openrlhf, settle_padding
+from flexrlhf.engines.scalar_head import add_value_head, is_of_openrlhf, saved_value_head, settle_padding
 from flexrlhf.engines.sink_attention import SINK_ATTENTION
 from flexrlhf.engines.tiled_mlp import tile_mlps
 from flexrlhf.engines.weight_files import PartReader
@@ -82,6 +83,20 @@ def load_model(placed: PlacedModel, seed: int, pad_token_id: int | None = None) 
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.data.clone()
     return model
+
+
+def load_frozen(placed: PlacedModel, seed: int) -> PreTrainedModel:
+    """Return the model of ``placed`` without the adapters that are trained, as ``load_model`` does."""
+    settings = frozen_model(placed.role, placed.settings).model_copy(update={"lora": None})
+    return load_model(replace(placed, settings=settings), seed)
+
+
+def frozen_files(placed: PlacedModel) -> str | None:
+    """Return the directory with the weights of ``load_frozen`` and no others: neither adapters nor a scalar head; None
+    where there is none.
+    """
+    path = frozen_model(placed.role, placed.settings).path
+    return None if path is None or has_adapters(path) or saved_value_head(path) is not None else path
 
 
 @contextmanager

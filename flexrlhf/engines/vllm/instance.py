@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +14,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from flexrlhf.api import (
-    PlacedModel,
     UserError,
-    frozen_model,
-    has_adapters,
     model_sizes,
     process_directory,
 )
-from flexrlhf.api.engine import EngineContext, load_model, read_adapters, saved_value_head
+from flexrlhf.api.engine import EngineContext, frozen_files, load_frozen, read_adapters
 from flexrlhf.engines.vllm.child import ChildProcess, child_environment, starting
 from flexrlhf.engines.vllm.config import engine_arguments
 from flexrlhf.engines.vllm.isolation import PrivateGroups, ProcessIsolation, frozen_objects
@@ -231,17 +227,13 @@ def _one_sentence_errors(context: EngineContext) -> Iterator[None]:
 @contextmanager
 def model_directory(context: EngineContext) -> Iterator[str]:
     """Directory that vLLM loads from: the model's own, or one with the initial weights of all copies."""
-    placed: PlacedModel = context.placed
-    settings = frozen_model(placed.role, placed.settings)
-    path = settings.path
     # vLLM refuses files with a tensor that its model does not have
-    if path is not None and not has_adapters(path) and saved_value_head(path) is None:
+    if (path := frozen_files(context.placed)) is not None:
         yield path
         return
     with process_directory() as directory:
         # new adapters add nothing before the first sync: vLLM's own are 0
-        settings = settings.model_copy(update={"lora": None})
-        model = load_model(replace(placed, settings=settings), context.seed)
+        model = load_frozen(context.placed, context.seed)
         # by hand: transformers' save_pretrained writes on rank 0 of the world alone
         model.config.save_pretrained(directory)
         own = {name: parameter.detach() for name, parameter in model.named_parameters()}
