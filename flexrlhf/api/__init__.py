@@ -136,7 +136,6 @@ if TYPE_CHECKING:
     from flexrlhf.user_code.deadline import Deadline
     from flexrlhf.user_code.process_directories import process_directory
     from flexrlhf.user_code.processes import exit_text
-    from flexrlhf.weights.adapter_files import has_adapters
     from flexrlhf.weights.decoder_sizes import DecoderSizes, Sizes
     from flexrlhf.weights.families import model_sizes
     from flexrlhf.weights.model_shape import ModelShape
