@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import signal
 import sys
@@ -11,8 +10,6 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from flexrlhf.comm.progress import RankProgress
-from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
@@ -20,9 +17,8 @@ from flexrlhf.launch.lifetime import end_with_launcher
 from flexrlhf.measure.model_calls import ProfileContext
 from flexrlhf.measure.profiled_models import LengthSample, profiled_models
 from flexrlhf.measure.stopwatch import Stopwatch
-from flexrlhf.placement.groups import Group
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.trainer.loaded_models import load_model_on_rank
+from flexrlhf.trainer.bare_rank import BareRank
 
 
 @dataclass(frozen=True)
@@ -39,21 +35,16 @@ class MeasuredCall:
 def measure(text: str, lengths: LengthSample, rows: int, world: World, budget: float) -> list[MeasuredCall]:
     """Measure the calls of the trained model of a run on its own layout, with ``rows`` on each replica."""
     plan = make_plan(Spec.parse(read_yaml(text)))
-    ranks = tuple(range(world.size))
-    groups = world.make_groups([Group("profile", ranks), *plan.groups], plan.spec.timeout_seconds)
-    progress = RankProgress(world, plan.spec.name, {}, plan.spec.timeout_seconds)
-    stopwatch = Stopwatch(
-        RankGroup(groups.get("profile", ranks), ranks, progress.wait), world.rank, world.device, False
-    )
-    context = ProfileContext(plan, lengths, stopwatch, world.rank, world.device, budget)
+    rank = BareRank(world, plan.spec.name, plan.spec.timeout_seconds)
+    rank.connect("profile", groups=plan.groups)
+    stopwatch = Stopwatch(rank.all_ranks("profile"), world.rank, world.device, False)
+    context = ProfileContext(plan, lengths, rank, stopwatch, budget)
     model = profiled_models(plan)[0]
-    loaded = load_model_on_rank(plan, model.placed, world, groups, progress.wait)
-    calls = {kind: context.call(operator, loaded, rows) for kind, operator in model.operators.items()}
-    timings = stopwatch.time(calls, budget)
-    passes = context.passes(model.placed, rows)
-    loaded.engine.close()
-    groups.close()
-    gc.collect()
+    with rank.loaded(plan, model.placed) as loaded:
+        calls = {kind: context.call(operator, loaded, rows) for kind, operator in model.operators.items()}
+        timings = stopwatch.time(calls, budget)
+        passes = context.passes(model.placed, rows)
+    rank.disconnect()
     return [
         MeasuredCall(kind, rows, len(passes), sum(each.tokens for each in passes), timing.low)
         for kind, timing in timings.items()

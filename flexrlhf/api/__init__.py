@@ -35,11 +35,7 @@ if TYPE_CHECKING:
     from flexrlhf.config.code_checks import definitions
     from flexrlhf.config.code_loading import python_command
     from flexrlhf.config.data_settings import MOST_TOKENS
-    from flexrlhf.config.engines import (
-        TORCH,
-        EngineFacts,
-        Package,
-    )
+    from flexrlhf.config.engines import TORCH, EngineFacts, Package
     from flexrlhf.config.environment_settings import EnvironmentSpec
     from flexrlhf.config.job_secret import JobSecret
     from flexrlhf.config.model_names import Families, FoundModel
@@ -96,7 +92,6 @@ if TYPE_CHECKING:
     from flexrlhf.operators.outcomes import RowAccount
     from flexrlhf.placement.cluster import Cluster
     from flexrlhf.placement.devices import DeviceClass
-    from flexrlhf.placement.groups import Group
     from flexrlhf.placement.hosts import HostPort, Hosts
     from flexrlhf.placement.layout import BatchShape, Layout
     from flexrlhf.placement.place import Degrees
@@ -122,14 +117,7 @@ if TYPE_CHECKING:
     from flexrlhf.runs.resume import AUTO, ORDERS, Resumption, resume_runs
     from flexrlhf.runs.run_directory import RunDirectory
     from flexrlhf.signals import Ending, StopSignal, handled
-    from flexrlhf.strategies.instructions import (
-        Eval,
-        Instruction,
-        Move,
-        Run,
-        Sync,
-        WorkKind,
-    )
+    from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Sync, WorkKind
     from flexrlhf.strategies.strategy import Strategy
     from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, shortened, span_of, table
     from flexrlhf.timeline import Span, Trace
@@ -142,7 +130,6 @@ if TYPE_CHECKING:
     from flexrlhf.weights.parameters import ParameterName, Parameters, count_elements
     from flexrlhf.weights.shapes import model_shape, read_config
     from flexrlhf.weights.shards import elements_on_rank
-    from flexrlhf.weights.sync_plan import SyncPlan
 
 
 def homes(file: str) -> Mapping[str, str]:

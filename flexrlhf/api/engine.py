@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING
 from flexrlhf.api import loader
 
 if TYPE_CHECKING:
-    from flexrlhf.comm.move import ColumnMover, RowPacking
-    from flexrlhf.comm.progress import RankProgress
     from flexrlhf.comm.reduce import RankGroup
-    from flexrlhf.comm.rows import RowStore
     from flexrlhf.comm.store import Notice
-    from flexrlhf.comm.sync import SyncChannel, WeightMover
-    from flexrlhf.comm.world import World, as_world, cuda_backend, gpu_number, local_device, new_group, posted
+    from flexrlhf.comm.world import World, as_world, cuda_backend, gpu_number, local_device, new_group
     from flexrlhf.engines.attention import SharedAttention
     from flexrlhf.engines.base import (
         Batch,
@@ -50,11 +46,8 @@ if TYPE_CHECKING:
     from flexrlhf.launch.start import STOPPED, end_between_attempts, launch, run_on_ranks
     from flexrlhf.runs.model_directory import ModelDirectory
     from flexrlhf.runs.recorded_columns import RecordedColumn, RecordedColumns
-    from flexrlhf.trainer.controllers import Controllers
-    from flexrlhf.trainer.execution import OperatorRun
-    from flexrlhf.trainer.loaded_models import LoadedModel, load_model_on_rank
-    from flexrlhf.trainer.operator_context import OperatorContext
-    from flexrlhf.trainer.run_operator import run_operator
+    from flexrlhf.trainer.bare_rank import BareRank
+    from flexrlhf.trainer.loaded_models import LoadedModel
     from flexrlhf.trainer.stop_requests import REPLAN
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flexrlhf.api import RunStopped, Spec, UserError, look_for_probes, make_plans, read_yaml
-from flexrlhf.api.engine import World, cuda_backend, gpu_number, joined_rank, local_device
+from flexrlhf.api.engine import BareRank, World, cuda_backend, gpu_number, joined_rank, local_device
 from flexrlhf.measure.facts import (
     HOST_FACTS,
     JOB_FACTS,
@@ -64,7 +64,8 @@ class Survey:
             return
         same = not any(host.terms.specs for host in job.hosts[1:])
         plans = make_plans([Spec.parse(read_yaml(text)) for text in self._host.terms.specs]) if same else []
-        network = Network(self._world_of_device(job), self._store, job.hosts, self._seconds)
+        rank = BareRank(self._world_of_device(job), "preflight", self._seconds)
+        network = Network(rank, self._store, job.hosts)
         links = network.check_pairs() if self._world.size > 1 else []
         job = self._shared(replace(job, links=tuple(links)))
         self._shared(replace(job, groups=network.check_groups(plans)))

@@ -113,7 +113,7 @@ class _Calls:
         several, replicas = model.replicas, points("replicas")
         return SlimTimes(
             layers=model.layers,
-            trained=_trained_bytes(loaded, context.rank),
+            trained=_trained_bytes(loaded, context.rank.world.rank),
             summed=loaded.placed.layout.tp > 1,
             dp=loaded.placed.num_shards,
             passes=passes,
@@ -146,10 +146,11 @@ def _trained_bytes(loaded: LoadedModel, rank: int) -> int:
 
 def measure_embedding(context: ProfileContext, model: Transformer, dtype: torch.dtype, tokens: Points) -> PartTimes:
     """Measure the embedding of ``model`` on its own, for passes of as many tokens as those of ``tokens``."""
-    embedding = torch.nn.Embedding(model.vocabulary, model.hidden, dtype=dtype, device=context.device)
+    device = context.rank.world.device
+    embedding = torch.nn.Embedding(model.vocabulary, model.hidden, dtype=dtype, device=device)
     calls: dict[str, TimedCall] = {}
     for point in tokens:
-        ids = torch.randint(0, model.vocabulary, (point.tokens or point.rows,), device=context.device)
+        ids = torch.randint(0, model.vocabulary, (point.tokens or point.rows,), device=device)
         calls[f"forward/{point.rows}"] = partial(_embed, embedding, ids, trains=False)
         calls[f"train/{point.rows}"] = partial(_embed, embedding, ids, trains=True)
     timings = context.stopwatch.time(calls, context.budget) if calls else {}

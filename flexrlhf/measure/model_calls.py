@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flexrlhf.api import BatchShape, Column, Operator, PackedPass, PlacedModel, Plan, TextGroup, TextPacking
-from flexrlhf.api.engine import Controllers, LoadedModel, OperatorContext, OperatorRun, RowStore, Sampling, run_operator
+from flexrlhf.api.engine import BareRank, LoadedModel, Sampling
 from flexrlhf.guideline.costs.measurements import Point, Points
 from flexrlhf.guideline.simulation.calls import TextLayout, reads_prompts_once
 from flexrlhf.measure.profiled_models import LengthSample, MeasuredRows
@@ -24,37 +25,34 @@ class ProfileContext:
 
     plan:       with every model on all ranks
     lengths:    lengths of the rows that calls are made with
-    stopwatch:  clock over all ranks
     rank:       this rank
-    device:     device of this rank
+    stopwatch:  clock over all ranks
     budget:     seconds for the repetitions of one measurement
     """
 
     plan: Plan
     lengths: LengthSample
+    rank: BareRank
     stopwatch: Stopwatch
-    rank: int
-    device: torch.device
     budget: float
 
     def call(self, operator: Operator, loaded: LoadedModel, rows: int, passes: int = 1) -> TimedCall:
         """Return a call of ``operator`` on ``rows`` of each replica, whose columns are in the store. ``passes``: parts
         of the rows with the same sequences, each of which is computed by itself."""
-        run, store = self._prepare(operator, loaded, rows, passes)
-        context = OperatorContext.by_itself(self.plan.spec, self.sampling, self.device)
-        return lambda: run_operator(run, store, context)
+        operator, shape, columns = self._arguments(operator, loaded, rows, passes)
+        return self.rank.operator_call(self.plan, operator, loaded, shape, columns, self.sampling)
 
     def generation(self, operator: Operator, loaded: LoadedModel, rows: int, given: int, tokens: int) -> TimedCall:
         """Return a call that continues responses of ``given`` tokens by as many ``tokens``."""
-        run, store = self._prepare(operator, loaded, rows)
-        batch, response = run.batch(store, self.device), self.plan.lengths.response
+        operator, shape, columns = self._arguments(operator, loaded, rows)
+        batch = self.rank.batch(self.plan, operator, loaded, shape, columns)
         if given:
-            mask = torch.zeros(len(batch), response, dtype=torch.uint8, device=self.device)
+            response, device = self.plan.lengths.response, self.rank.world.device
+            mask = torch.zeros(len(batch), response, dtype=torch.uint8, device=device)
             mask[:, :given] = 1
             responses = torch.randint_like(mask, 0, loaded.engine.config.vocab_size, dtype=torch.int32)
             batch = batch.with_columns({"responses": responses, "response_mask": mask})
-        sampling = replace(self.sampling, most_tokens=tokens)
-        return lambda: loaded.engine.generate(batch, sampling)
+        return partial(loaded.engine.generate, batch, replace(self.sampling, most_tokens=tokens))
 
     def equal_passes(self, model: PlacedModel, measured: MeasuredRows) -> tuple[int, dict[int, int]]:
         """Return the passes of calls that have equally many, one if possible, and the tokens of each by the rows of its
@@ -101,20 +99,17 @@ class ProfileContext:
         truncation = {key: getattr(algorithm, key) for key in ("top_p", "top_k") if hasattr(algorithm, key)}
         return Sampling(self.plan.spec.seed, 0, self.plan.temperature, (NO_TOKEN,), 0, **truncation)
 
-    def _prepare(
+    def _arguments(
         self, operator: Operator, loaded: LoadedModel, rows: int, passes: int = 1
-    ) -> tuple[OperatorRun, RowStore]:
+    ) -> tuple[Operator, BatchShape, dict[str, Tensor]]:
+        """Return the operator, the rows of all replicas, and the columns that it reads of those on this rank."""
         samples, dp = self.plan.batch.samples_per_prompt, loaded.placed.layout.dp
         # random experts would compute other numbers of tokens than the routers' own
         operator = operator.with_own_routers
         shape = BatchShape(rows // samples * dp, samples, num_blocks=passes * dp)
-        state = Controllers(self.plan).state(operator)
-        run = OperatorRun(operator, loaded, loaded.placed.layout, shape, range(1), self.rank, state=state)
-        store = RowStore(self.plan.lengths, self.device)
-        for name in operator.reads:
-            values = self._column(Column.of(name), len(run.rows) // passes, loaded.engine.config.vocab_size)
-            store.put(name, run.rows, torch.cat([values] * passes).to(self.device))
-        return run, store
+        vocabulary = loaded.engine.config.vocab_size
+        values = {name: self._column(Column.of(name), rows // passes, vocabulary) for name in operator.reads}
+        return operator, shape, {name: torch.cat([each] * passes) for name, each in values.items()}
 
     def _column(self, column: Column, rows: int, vocab_size: int) -> Tensor:
         """Return random values of a column; masks have several lengths, as padding makes attention slower."""
@@ -160,7 +155,7 @@ def measure_contention(context: ProfileContext, operator: Operator, loaded: Load
     size = len(ranks)
     counts = sorted({min(2**power, size) for power in range(size.bit_length() + 1)})
     calls = {str(count): call for count in counts}
-    skipped = frozenset(name for name in calls if ranks.index(context.rank) >= int(name))
+    skipped = frozenset(name for name in calls if ranks.index(context.rank.world.rank) >= int(name))
     timings = context.stopwatch.time(calls, context.budget, skipped)
     # a ratio below 1 is noise
     return {int(name): max(1.0, timing.seconds / timings["1"].seconds) for name, timing in timings.items()}

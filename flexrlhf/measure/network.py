@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexrlhf.api import Group, Plan, RunStopped
-from flexrlhf.api.engine import RankProgress, World, posted
+from flexrlhf.api import Plan, RunStopped
+from flexrlhf.api.engine import BareRank, RankGroup
 from flexrlhf.measure.facts import GroupFacts, HostFacts, LinkFacts
 
 MESSAGE_BYTES = {"gloo": 2**24, "nccl": 2**27}
@@ -25,12 +25,10 @@ NUM_MESSAGES = 4
 class Network:
     """Messages of this rank in a preflight."""
 
-    def __init__(self, world: World, store: dist.Store, hosts: Sequence[HostFacts], seconds: float) -> None:
-        """Send nothing yet. ``seconds``: longest wait for another rank."""
-        self._world, self._store, self._hosts, self._seconds = world, store, hosts, seconds
-        self._progress = RankProgress(world, "preflight", {}, seconds)
-        self._everyone = tuple(range(world.size))
-        self._position = 0
+    def __init__(self, rank: BareRank, store: dist.Store, hosts: Sequence[HostFacts]) -> None:
+        """Send nothing yet."""
+        self._rank, self._world, self._store, self._hosts = rank, rank.world, store, hosts
+        self._seconds = rank.progress.timeout_seconds
 
     def check_groups(self, plans: Sequence[Plan]) -> GroupFacts:
         """Sum over every group of ``plans``, one plan after the other. ``check_pairs`` comes first.
@@ -39,13 +37,12 @@ class Network:
         """
         began, number, most_open = time.monotonic(), 0, 0
         for plan in plans:
-            self._report(f"the groups of {plan.spec.name}")
-            groups = self._world.make_groups(plan.groups, self._seconds)
-            for group, handle in groups.handles.items():
-                if handle is not None and len(group.ranks) > 1:
-                    self._sum(handle, group.ranks)
+            self._rank.report(f"the groups of {plan.spec.name}")
+            self._rank.connect(groups=plan.groups)
+            for group in self._rank.own_groups():
+                self._sum(group)
             number, most_open = number + len(plan.groups), max(most_open, _open_files())
-            self._world.close_groups(groups, self._seconds)
+            self._rank.disconnect()
         seconds = time.monotonic() - began
         pairs = self._world.size * (self._world.size - 1) // 2
         return GroupFacts(number, seconds, pairs, self._largest(most_open), self._world.backend)
@@ -55,25 +52,25 @@ class Network:
 
         Raises DeadlineError with the ranks that are missing.
         """
-        self._report("the group of all ranks")
-        groups = self._world.make_groups([Group("preflight", self._everyone)], self._seconds)
-        handle = groups.get("preflight", self._everyone)
-        assert handle is not None, "one rank has no pairs"
-        self._sum(handle, self._everyone)
-        self._report("messages between all pairs of ranks")
+        self._rank.report("the group of all ranks")
+        self._rank.connect("preflight")
+        everyone = self._rank.all_ranks("preflight")
+        assert (handle := everyone.group) is not None, "one rank has no pairs"
+        self._sum(everyone)
+        self._rank.report("messages between all pairs of ranks")
         for pairs in rounds_of_pairs(self._world.size):
             if (partner := partner_of(self._world.rank, pairs)) is not None:
                 self._exchange(handle, partner)
         links = self._measure_links(handle)
-        self._world.close_groups(groups, self._seconds)
+        self._rank.disconnect()
         return links
 
     def _measure_links(self, group: dist.ProcessGroup) -> list[LinkFacts]:
         """Measure within every node at the same time, then between all nodes, in rounds of disjoint pairs."""
-        self._report("the bandwidth within machines")
+        self._rank.report("the bandwidth within machines")
         within = [(host.node, host.node) for host in self._hosts if len(host.ranks) > 1]
         self._measure(group, within)
-        self._report("the bandwidth between machines")
+        self._rank.report("the bandwidth between machines")
         across = rounds_of_pairs(len(self._hosts))
         for pairs in across:
             self._measure(group, pairs)
@@ -124,30 +121,25 @@ class Network:
         operation = dist.P2POp(dist.isend if is_sender else dist.irecv, tensor, peer, group)
         self._finish(dist.batch_isend_irecv([operation]), (peer,))
 
-    def _sum(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+    def _sum(self, group: RankGroup) -> None:
         total = torch.full((1,), self._world.rank, dtype=torch.int64, device=self._world.device)
-        self._finish([posted(dist.all_reduce(total, group=group, async_op=True))], ranks)
-        self._expect(total, sum(ranks), f"the sum over {len(ranks)} ranks")
+        self._expect(group.sum(total), sum(group.ranks), f"the sum over {len(group.ranks)} ranks")
 
     def _expect(self, found: Tensor, expected: int, what: str) -> None:
         if int(found) != expected:
-            raise RunStopped(f"{self._progress.here}: {what} was {int(found)}, and should be {expected}")
+            raise RunStopped(f"{self._rank.progress.here}: {what} was {int(found)}, and should be {expected}")
 
     def _finish(self, works: Sequence[dist.Work], ranks: tuple[int, ...]) -> None:
         """Wait until ``works`` are done. Raises DeadlineError."""
         for work in works:
-            self._progress.wait(work, ranks)
+            self._rank.progress.wait(work, ranks)
 
     def _largest(self, number: int) -> int:
         """Return the largest number of any rank."""
         self._store.set(f"open files/{self._world.rank}", str(number))
-        keys = {f"open files/{rank}": f"rank {rank}" for rank in self._everyone}
+        keys = {f"open files/{rank}": f"rank {rank}" for rank in range(self._world.size)}
         self._world.wait_for(self._store, keys, "the end of the groups", self._seconds)
         return max(int(self._store.get(key)) for key in keys) if self._world.rank == 0 else number
-
-    def _report(self, what: str) -> None:
-        self._position += 1
-        self._progress.report(self._position, what)
 
 
 def _open_files() -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +15,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from flexrlhf.api import Group, Layout, PlacedModel, Plan, Spec, make_plan, process_directory, read_yaml
-from flexrlhf.api.engine import DTYPES, LoadedModel, RankGroup, RankProgress, World, joined_rank, load_model_on_rank
+from flexrlhf.api import Layout, PlacedModel, Plan, Spec, make_plan, process_directory, read_yaml
+from flexrlhf.api.engine import DTYPES, BareRank, LoadedModel, joined_rank
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
 from flexrlhf.measure.layer_calls import SlimModel, measure_embedding, measure_slim
 from flexrlhf.measure.layer_split import SlimTimes, layer_times, update_times
@@ -58,39 +57,33 @@ def measure(specs: Sequence[Spec], lengths: Sequence[LengthSample], seconds: flo
     with joined_rank(specs[0].cluster.device, seconds_of_waits) as world:
         plans = [make_plan(spec) for spec in specs]
         share = seconds / len(plans)
-        profilers = [
-            PlanProfiler(plan, sample, share, most_tp, world) for plan, sample in zip(plans, lengths, strict=True)
-        ]
+        ranks = [BareRank(world, f"profile/{plan.spec.name}", plan.spec.timeout_seconds) for plan in plans]
+        profilers = [PlanProfiler(*each, share, most_tp) for each in zip(ranks, plans, lengths, strict=True)]
         models = tuple(times for profiler in profilers for times in profiler.models())
         measurements = profilers[0].measurements(models)
         if world.rank == 0:
             write_measurements(path, measurements)
-        for profiler in profilers:
-            profiler.close()
+        for rank in ranks:
+            rank.disconnect()
         world.meet("the end of the profile", seconds_of_waits)
 
 
 class PlanProfiler:
     """Measurements for one plan, whose models are on all ranks, one after the other, with few layers."""
 
-    def __init__(self, plan: Plan, lengths: LengthSample, seconds: float, most_tp: int, world: World) -> None:
-        self._plan, self._world = plan, world
-        ranks = tuple(range(world.size))
-        own = [Group("profile", ranks), Group("move", ranks), Group("sync", ranks)] if len(ranks) > 1 else []
+    def __init__(self, rank: BareRank, plan: Plan, lengths: LengthSample, seconds: float, most_tp: int) -> None:
+        self._rank, self._plan, self._world = rank, plan, rank.world
         self._models = profiled_models(plan, most_tp)
         slices = sorted({tp for model in self._models for tp in model.slices})
         self._slim = {(tp, depth): make_plan(slim_spec(plan, depth, tp)) for tp in slices for depth in (SHALLOW, DEEP)}
-        groups = dict.fromkeys([*own, *(group for slim in self._slim.values() for group in slim.groups)])
-        self._groups = world.make_groups(list(groups), plan.spec.timeout_seconds)
-        self._progress = RankProgress(world, f"profile/{plan.spec.name}", {}, plan.spec.timeout_seconds)
-        self._position = 0
-        all_ranks = RankGroup(self._groups.get("profile", ranks), ranks, self._progress.wait)
-        shared = torch.cuda.device_count() if world.device.type == "cuda" else len(os.sched_getaffinity(0))
-        oversubscribed = world.size > shared
-        stopwatch = Stopwatch(all_ranks, world.rank, world.device, oversubscribed)
+        groups = (group for slim in self._slim.values() for group in slim.groups)
+        rank.connect("profile", "move", "sync", groups=groups)
+        device, cores = rank.world.device, len(os.sched_getaffinity(0))
+        oversubscribed = rank.world.size > (torch.cuda.device_count() if device.type == "cuda" else cores)
+        stopwatch = Stopwatch(rank.all_ranks("profile"), rank.world.rank, device, oversubscribed)
         parts = sum(len(model.slices) for model in self._models)
         budget = (1 - SHARE_OF_OTHERS) * seconds / max(1, parts)
-        self._context = ProfileContext(plan, lengths, stopwatch, world.rank, world.device, budget)
+        self._context = ProfileContext(plan, lengths, rank, stopwatch, budget)
         self._short_context = replace(self._context, budget=SHARE_OF_OTHERS * seconds / NUM_OTHERS)
 
     def models(self) -> Iterator[ModelTimes]:
@@ -99,10 +92,6 @@ class PlanProfiler:
         for model in self._models:
             found.append(self._model_times(model, found))
             yield found[-1]
-
-    def close(self) -> None:
-        """Close the process groups."""
-        self._world.close_groups(self._groups, self._progress.timeout_seconds)
 
     def _model_times(self, model: ProfiledModel, before: Sequence[ModelTimes]) -> ModelTimes:
         """Return the times of a model. ``before``: of those with whose layers it may share some."""
@@ -141,10 +130,10 @@ class PlanProfiler:
                 plan = self._slim[tp, depth]
                 on_all = next(each for each in plan.placement.models if each.name == placed.name)
                 alone = on_all if is_sharded else self._one_replica(on_all)
-                loaded = stack.enter_context(self._loaded(plan, alone))
+                loaded = stack.enter_context(self._rank.loaded(plan, alone))
                 replicas = None
                 if "train" in model.operators and self._world.size > 1 and not is_sharded and tp == 1:
-                    replicas = stack.enter_context(self._loaded(plan, on_all))
+                    replicas = stack.enter_context(self._rank.loaded(plan, on_all))
                 models.append(SlimModel(depth, loaded, replicas))
             shallow, deep = measure_slim(self._context, model.operators, models, self._counts(placed))
             return shallow, deep
@@ -164,11 +153,11 @@ class PlanProfiler:
         role = next(each.placed.name for each in self._models if "train" in each.operators)
         plan, context = self._slim[1, DEEP], self._short_context
         trained = next(each for each in plan.placement.models if each.name == role)
-        with self._loaded(plan, trained) as loaded, process_directory() as directory:
+        with self._rank.loaded(plan, trained) as loaded, process_directory() as directory:
             combine = self._combine(loaded)
             switch = measure_switch(context, loaded)
             save = measure_save(context, loaded, directory)
-        several, ranks = self._world.size > 1, tuple(range(self._world.size))
+        several = self._world.size > 1
         plain, sums = self._bookkeeping()
         return Measurements(
             machine=self._machine(),
@@ -179,8 +168,8 @@ class PlanProfiler:
             contention=self._contention(plan, trained),
             memory_bytes_s=measure_memory(context),
             reduce=measure_reduce(context) if several else None,
-            moves=measure_moves(context, self._groups.get("move", ranks)) if several else {},
-            sync=measure_sync(context, self._groups.get("sync", ranks)) if several else None,
+            moves=measure_moves(context) if several else {},
+            sync=measure_sync(context) if several else None,
             switch=switch,
             save=save,
         )
@@ -196,7 +185,7 @@ class PlanProfiler:
         if not forwards:
             return {1: 1.0}
         # without replicas, which some engines would wait for
-        with self._loaded(plan, self._one_replica(model)) as loaded:
+        with self._rank.loaded(plan, self._one_replica(model)) as loaded:
             rows = self._counts(model).combine.needed[0]
             return measure_contention(self._short_context, forwards[0], loaded, rows)
 
@@ -207,7 +196,7 @@ class PlanProfiler:
         statistics = [torch.ones(3, dtype=torch.float64, device=self._world.device) for _ in range(6)]
 
         def publish(table: list[list[float]]) -> None:
-            self._progress.report(self._position, "bookkeeping")
+            self._rank.progress.report(self._rank.position, "bookkeeping")
             store.set(f"statistics/{self._world.rank}", json.dumps({"statistics": table, "labels": {}}))
 
         calls = {
@@ -229,20 +218,11 @@ class PlanProfiler:
             ranks=self._world.size,
         )
 
-    @contextmanager
-    def _loaded(self, plan: Plan, model: PlacedModel) -> Iterator[LoadedModel]:
-        loaded = load_model_on_rank(plan, model, self._world, self._groups, self._progress.wait)
-        yield loaded
-        # not of a rank that fails: others would have to close it with this one
-        loaded.engine.close()
-        gc.collect()
-
     def _report(self, what: str) -> None:
-        self._position += 1
-        self._progress.report(self._position, what)
+        self._rank.report(what)
         if self._world.rank == 0:
             parts = len(self._models) + 1
-            print(f"{self._plan.spec.name}: measuring {what} ({self._position} of {parts})", flush=True)
+            print(f"{self._plan.spec.name}: measuring {what} ({self._rank.position} of {parts})", flush=True)
 
 
 def main(request_file: str, path: str) -> None:

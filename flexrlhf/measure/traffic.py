@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from flexrlhf.api import BatchShape, Layout, ModelName, ModelShape, Move, PlacedModel, SyncPlan, Transfer
-from flexrlhf.api.engine import ColumnMover, LoadedModel, ModelDirectory, RowPacking, RowStore, SyncChannel, WeightMover
+from flexrlhf.api import BatchShape, Layout, ModelName, ModelShape, Move, PlacedModel, Transfer
+from flexrlhf.api.engine import LoadedModel, ModelDirectory
 from flexrlhf.guideline.costs.measurements import LinearTime, MeasuredPrimitive
 from flexrlhf.measure.model_calls import ProfileContext
 from flexrlhf.measure.stopwatch import TimedCall
@@ -30,14 +29,14 @@ def measure_reduce(context: ProfileContext) -> LinearTime:
     """Measure a sum over all ranks."""
     group = context.stopwatch.all_ranks
     assert group.group is not None, "one rank sums nothing"
-    calls = {str(4 * size): partial(group.sum, torch.zeros(size, device=context.device)) for size in REDUCE_SIZES}
+    device = context.rank.world.device
+    calls = {str(4 * size): partial(group.sum, torch.zeros(size, device=device)) for size in REDUCE_SIZES}
     timings = context.stopwatch.time(calls, context.budget)
     return fit([(0.0, float(name), timing.seconds) for name, timing in timings.items()])
 
 
-def measure_moves(context: ProfileContext, group: dist.ProcessGroup | None) -> dict[MeasuredPrimitive, LinearTime]:
-    """Measure each primitive in ``group``, of all ranks, from the call until the rows can be read."""
-    assert group is not None, "one rank exchanges nothing"
+def measure_moves(context: ProfileContext) -> dict[MeasuredPrimitive, LinearTime]:
+    """Measure each primitive among all ranks, from the call until the rows can be read."""
     ranks, rows = context.stopwatch.all_ranks.ranks, context.plan.batch.num_rows
     sizes = sorted({max(1, rows // 4), rows, 8 * rows})
     transfers_of: dict[MeasuredPrimitive, Callable[[int], list[Transfer]]] = {
@@ -49,8 +48,8 @@ def measure_moves(context: ProfileContext, group: dist.ProcessGroup | None) -> d
     for primitive, transfers in transfers_of.items():
         for count in sizes:
             name = f"{primitive} {count}"
-            calls[name], bytes_of[name] = _move_call(context, group, primitive, transfers(count))
-    skipped = frozenset(name for name in calls if name.startswith("point") and context.rank not in ranks[:2])
+            calls[name], bytes_of[name] = _move_call(context, primitive, transfers(count))
+    skipped = frozenset(name for name in calls if name.startswith("point") and context.rank.world.rank not in ranks[:2])
     timings = context.stopwatch.time(calls, context.budget, skipped)
     lines = {}
     for primitive in transfers_of:
@@ -72,10 +71,10 @@ def _all_to_all(ranks: Sequence[int], count: int) -> list[Transfer]:
 
 
 def _move_call(
-    context: ProfileContext, group: dist.ProcessGroup, primitive: MeasuredPrimitive, transfers: list[Transfer]
+    context: ProfileContext, primitive: MeasuredPrimitive, transfers: list[Transfer]
 ) -> tuple[TimedCall, float]:
     """Return the call on this rank, and the maximum over ranks of the bytes received."""
-    rank, ranks = context.rank, context.stopwatch.all_ranks.ranks
+    rank, ranks, lengths = context.rank, context.stopwatch.all_ranks.ranks, context.plan.lengths
     ranks = ranks[:2] if primitive == "point_to_point" else ranks
     move = Move(
         ranks=ranks,
@@ -86,51 +85,33 @@ def _move_call(
         transfers=tuple(transfers),
     )
     shape = BatchShape(1 + max(transfer.prompts[-1] for transfer in transfers))
-    mover = ColumnMover(rank, RowPacking(shape, context.plan.lengths, context.device), context.stopwatch.all_ranks.wait)
-    sent = sorted({prompt for t in transfers if t.source == rank for prompt in t.prompts})
-    expected = sorted({prompt for t in transfers if t.destination == rank for prompt in t.prompts})
-    values = torch.zeros(len(sent), context.plan.lengths.response, device=context.device)
-
-    def call() -> None:
-        store = RowStore(context.plan.lengths, context.device)
-        store.put(COLUMN, sent, values)
-        mover.start(move, store, group)
-        store.arrive([COLUMN], expected)
-        mover.close()
-
+    sent = {prompt for t in transfers if t.source == rank.world.rank for prompt in t.prompts}
+    values = torch.zeros(len(sent), lengths.response, device=rank.world.device)
+    call = rank.move_call(move, shape, lengths, {COLUMN: values})
     received = max(sum(len(t.prompts) for t in transfers if t.destination == each) for each in ranks)
-    return call, float(received * context.plan.lengths.row_bytes(COLUMN))
+    return call, float(received * lengths.row_bytes(COLUMN))
 
 
-def measure_sync(context: ProfileContext, group: dist.ProcessGroup | None) -> LinearTime:
-    """Measure a sync in ``group`` from the first rank to the second, checksums included if the run has them."""
-    assert group is not None, "one rank exchanges nothing"
+def measure_sync(context: ProfileContext) -> LinearTime:
+    """Measure a sync from the first rank to the second, checksums included if the run has them."""
     calls, sizes = {}, {}
     for tensors, numbers in SYNC_SIZES:
         name = f"{tensors} {numbers}"
-        calls[name] = _sync_call(context, group, tensors, numbers // tensors)
+        calls[name] = _sync_call(context, tensors, numbers // tensors)
         sizes[name] = float(tensors), 4.0 * numbers
-    skipped = frozenset(calls) if context.rank not in context.stopwatch.all_ranks.ranks[:2] else frozenset[str]()
+    is_idle = context.rank.world.rank not in context.stopwatch.all_ranks.ranks[:2]
+    skipped = frozenset(calls) if is_idle else frozenset[str]()
     timings = context.stopwatch.time(calls, context.budget, skipped)
     return fit([(*sizes[name], timing.seconds) for name, timing in timings.items()])
 
 
-def _sync_call(context: ProfileContext, group: dist.ProcessGroup, tensors: int, numbers: int) -> TimedCall:
+def _sync_call(context: ProfileContext, tensors: int, numbers: int) -> TimedCall:
     source, destination = context.stopwatch.all_ranks.ranks[:2]
-    spec, wait = context.plan.spec, context.stopwatch.all_ranks.wait
     shape = ModelShape(tuple((f"tensor {number:03}", (numbers,)) for number in range(tensors)))
     trained = PlacedModel(ModelName("a"), Layout((source,)), trained=True)
     copy = PlacedModel(ModelName("a.shadow"), Layout((destination,)), trained=False)
-    plan = SyncPlan.of(trained, copy, shape, spec.sync.bucket_bytes, context.rank)
-    sync = SyncChannel(plan, torch.float32, context.device, group)
-    mover = WeightMover(spec.sync, wait)
-    weights = {name: torch.zeros(numbers, device=context.device) for name, _ in shape.parameters}
-
-    def call() -> None:
-        mover.run(sync, weights if context.rank == source else None, weights if context.rank == destination else None)
-        mover.close()
-
-    return call
+    weights = {name: torch.zeros(numbers, device=context.rank.world.device) for name, _ in shape.parameters}
+    return context.rank.sync_call(trained, copy, shape, context.plan.spec.sync, weights)
 
 
 def measure_switch(context: ProfileContext, loaded: LoadedModel) -> LinearTime:
@@ -152,14 +133,14 @@ def measure_save(context: ProfileContext, loaded: LoadedModel, directory: Path) 
     for size in SAVE_SIZES:
         weights = {"weights": torch.zeros(size)}
         calls[str(4 * size)] = partial(ModelDirectory(directory / str(size), tokenizer).save, weights, config)
-    skipped = frozenset(calls) if context.rank else frozenset[str]()
+    skipped = frozenset(calls) if context.rank.world.rank else frozenset[str]()
     timings = context.stopwatch.time(calls, context.budget, skipped)
     return fit([(0.0, float(name), timing.seconds) for name, timing in timings.items()])
 
 
 def measure_memory(context: ProfileContext) -> float:
     """Return bytes per second at which each rank reads weights from memory, all ranks at once."""
-    weights = torch.zeros(READ_BYTES // 4, device=context.device)
+    weights = torch.zeros(READ_BYTES // 4, device=context.rank.world.device)
     timings = context.stopwatch.time({"read": lambda: weights.sum()}, context.budget)
     return READ_BYTES / timings["read"].seconds
 
