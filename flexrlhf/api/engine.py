@@ -9,7 +9,7 @@ from flexrlhf.api import loader
 if TYPE_CHECKING:
     from flexrlhf.comm.reduce import RankGroup
     from flexrlhf.comm.store import Notice
-    from flexrlhf.comm.world import World, as_world, cuda_backend, gpu_number, local_device, new_group
+    from flexrlhf.comm.world import World, as_world, new_group
     from flexrlhf.engines.attention import SharedAttention
     from flexrlhf.engines.base import (
         Batch,

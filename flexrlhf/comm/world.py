@@ -168,6 +168,22 @@ class World:
         return self.backend == "nccl" and self.switches.device_polling
 
     @property
+    def on_gpu(self) -> World:
+        """This rank on its GPU, with NCCL."""
+        return replace(self, device=local_device("cuda"), backend="nccl")
+
+    @property
+    def gpu_number(self) -> str:
+        """The own number of this rank's GPU: if each process sees one alone, all of them are cuda:0."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    @staticmethod
+    def backend_of(gpus: Sequence[str]) -> str:
+        """Return the back end of all ranks, given the number of each rank's GPU: NCCL refuses two ranks on one, for
+        which gloo serves."""
+        return "gloo" if len(set(gpus)) < len(gpus) else "nccl"
+
+    @property
     def first_here(self) -> int:
         """First rank of this machine."""
         return self.rank - self.local_rank
@@ -350,16 +366,16 @@ def open_world(device: str, timeout_seconds: float, one_queue: Callable[[int], b
         ALONE, lambda _, *place: FakeProcessGroup._create_internal(*place[:2]), devices=["cpu", "cuda"]
     )
     dist.init_process_group("sealed", store=store, rank=rank, world_size=size)
-    place, backend = local_device(device), "gloo"
+    world = World(rank, size, store, local_device(device), "gloo", host, local_rank())
     if device == "cuda":
         queues = 1 if one_queue is not None and one_queue(rank) else MANY_QUEUES
         # read when the device is first used
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(world.device)
         # it builds a plan for each new shape, and packed rows and decoding have a new one nearly every time
         torch.backends.cuda.enable_cudnn_sdp(False)
-        backend = cuda_backend(_gpus_of_all(store, rank, size, place, timeout_seconds))
-    yield World(rank, size, store, place, backend, host, local_rank())
+        world = replace(world, backend=World.backend_of(_gpus_of_all(world, timeout_seconds)))
+    yield world
     _leave(store, rank, size)
     dist.destroy_process_group()
 
@@ -388,23 +404,12 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def gpu_number(device: torch.device) -> str:
-    """Return the GPU's own number: if each process sees one alone, all of them are cuda:0."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def cuda_backend(gpus: Sequence[str]) -> str:
-    """Return the back end of all ranks, given the number of each rank's GPU: NCCL refuses two ranks on one, for which
-    gloo serves."""
-    return "gloo" if len(set(gpus)) < len(gpus) else "nccl"
-
-
-def _gpus_of_all(store: dist.Store, rank: int, size: int, device: torch.device, timeout_seconds: float) -> list[str]:
+def _gpus_of_all(world: World, timeout_seconds: float) -> list[str]:
     """Return the number of each rank's GPU."""
-    store.set(f"GPU/{rank}", gpu_number(device))
-    keys = [f"GPU/{each}" for each in range(size)]
-    store.wait(keys, timedelta(seconds=timeout_seconds))
-    return [store.get(key).decode() for key in keys]
+    world.store.set(f"GPU/{world.rank}", world.gpu_number)
+    keys = [f"GPU/{each}" for each in range(world.size)]
+    world.store.wait(keys, timedelta(seconds=timeout_seconds))
+    return [world.store.get(key).decode() for key in keys]
 
 
 def _join(rank: int, size: int, host: str, timeout_seconds: float) -> dist.Store:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flexrlhf.api import RunStopped, Spec, UserError, look_for_probes, make_plans, read_yaml
-from flexrlhf.api.engine import BareRank, World, cuda_backend, gpu_number, joined_rank, local_device
+from flexrlhf.api.engine import BareRank, World, joined_rank
 from flexrlhf.measure.facts import (
     HOST_FACTS,
     JOB_FACTS,
@@ -105,12 +105,12 @@ class Survey:
         facts = RankFacts(self._world.rank, self._host.node)
         if self._host.device != "cuda":
             return replace(facts, tflops=measured_tflops(torch.device("cpu"), torch.float32))
-        device = local_device("cuda")
-        torch.cuda.set_device(device)
+        here = self._world.on_gpu
+        torch.cuda.set_device(here.device)
         free, total = torch.cuda.mem_get_info()
         # a type that all classes compute in
-        tflops = measured_tflops(device, torch.float16)
-        name, gpu = torch.cuda.get_device_name(), gpu_number(device)
+        tflops = measured_tflops(here.device, torch.float16)
+        name, gpu = torch.cuda.get_device_name(), here.gpu_number
         return replace(facts, device=name, gpu=gpu, total=total, free=free, tflops=tflops)
 
     def _world_of_device(self, job: JobFacts) -> World:
@@ -118,9 +118,9 @@ class Survey:
 
         Ranks that share a GPU send through host memory, by gloo.
         """
-        if {host.device for host in job.hosts} != {"cuda"} or cuda_backend([rank.gpu for rank in job.ranks]) == "gloo":
-            return self._world
-        return replace(self._world, device=local_device("cuda"), backend="nccl")
+        are_gpus = all(host.device == "cuda" for host in job.hosts)
+        have_own = World.backend_of([rank.gpu for rank in job.ranks]) == "nccl"
+        return self._world.on_gpu if are_gpus and have_own else self._world
 
     def _clocks(self, job: JobFacts) -> tuple[ClockFacts, ...]:
         """Return the clocks of all other machines, on rank 0."""

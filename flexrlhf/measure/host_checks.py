@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from flexrlhf.api import DeviceClass, Plan, UserError, bytes_text, check_fits, counted
-from flexrlhf.api.engine import cuda_backend
+from flexrlhf.api.engine import World
 from flexrlhf.measure.facts import UNLIMITED, Check, HostFacts, JobFacts, RankFacts, united
 
 SHARED_BYTES = 64 * 2**20
@@ -48,7 +48,7 @@ def _gpus(host: HostFacts, job: JobFacts) -> Check:
     seen = f"{host.name}: {counted(count, 'rank')} on {counted(devices, 'CUDA device')}"
     if count > devices:
         return Check("devices", "warning", f"{seen}, over gloo", f"use --devices {devices}, unless it is a test")
-    if cuda_backend(gpus) == "gloo":
+    if World.backend_of(gpus) == "gloo":
         advice = "give each rank a GPU of its own, unless it is a test"
         return Check("devices", "warning", f"{seen}; the job has two ranks on one, so over gloo", advice)
     return Check("devices", "ok", seen)

@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, Work
 
 from flexrlhf.cli.run import check_restarts
 from flexrlhf.comm.store import Endpoint, Notice, interface_to
-from flexrlhf.comm.world import cuda_backend, open_world
+from flexrlhf.comm.world import World, open_world
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch import node_watch, rendezvous
 from flexrlhf.launch.agent import rank_variables
@@ -149,8 +149,8 @@ def test_why_there_is_no_gpu_next_to_a_driver(module: str, cuda: str | None, rea
 
 
 def test_ranks_that_see_one_gpu_each_have_their_own() -> None:
-    assert cuda_backend(["GPU-1", "GPU-2"]) == "nccl"
-    assert cuda_backend(["GPU-1", "GPU-2", "GPU-1"]) == "gloo"
+    assert World.backend_of(["GPU-1", "GPU-2"]) == "nccl"
+    assert World.backend_of(["GPU-1", "GPU-2", "GPU-1"]) == "gloo"
 
 
 def test_ranks_with_tensor_parallel_megatron_have_one_hardware_queue() -> None:
