@@ -71,6 +71,9 @@ class RankFailure(RuntimeError):
 class Interrupted(RuntimeError):
     """End of a job by a signal."""
 
+    def __init__(self, sentence: str = "stopped; all ranks have ended") -> None:
+        super().__init__(sentence)
+
 
 class Preempted(RuntimeError):
     """End of a job by a request to save and end; the message names what goes on with it."""

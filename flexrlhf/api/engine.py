@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from flexrlhf.launch.failures import FailureReporter
     from flexrlhf.launch.joined_rank import joined_rank
     from flexrlhf.launch.local import LocalLauncher
-    from flexrlhf.launch.rendezvous import JOIN_SECONDS, LOOPBACK, NodeRendezvous
-    from flexrlhf.launch.start import STOPPED, end_between_attempts, launch, run_on_ranks
+    from flexrlhf.launch.rendezvous import NodeRendezvous
+    from flexrlhf.launch.start import end_between_attempts, launch, run_on_ranks
     from flexrlhf.runs.model_directory import ModelDirectory
     from flexrlhf.runs.recorded_columns import RecordedColumn, RecordedColumns
     from flexrlhf.trainer.bare_rank import BareRank

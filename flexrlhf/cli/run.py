@@ -156,11 +156,11 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
 
     quiet_torch()
     from flexrlhf.launch.preparation import checked_job
-    from flexrlhf.launch.rendezvous import JOIN_SECONDS, find_job
+    from flexrlhf.launch.rendezvous import find_job
     from flexrlhf.runs.resume import Resumption
 
     with _said_to_others(joining):
-        job = find_job(rdzv_endpoint, JOIN_SECONDS)
+        job = find_job(rdzv_endpoint)
         orders = job.offer.orders
         plans = plan_runs([order.spec for order in orders])
         check_memory(plans, force)

@@ -31,7 +31,6 @@ from flexrlhf.runs.resume import RunOrder
 from flexrlhf.signals import Ending, handled
 
 OFFER = "offer"
-LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = 900.0
 """Longest wait for the launchers of all nodes."""
 REJOIN_SECONDS = 120.0
@@ -72,7 +71,7 @@ class NodeRendezvous(RendezvousHandler):
         self._hosts, self._join_seconds = hosts, join_seconds
         self._sign: socket.socket | None = None
         self._first_attempt, self.attempt = attempt, attempt - 1
-        one = Endpoint("loopback", LOOPBACK, 0)
+        one = Endpoint("loopback", Hosts.LOOPBACK, 0)
         self._endpoint = one if hosts.nnodes == 1 else endpoint_at(hosts.rdzv_endpoint)
         self.store: dist.TCPStore | None = None
 
@@ -210,7 +209,7 @@ class OpenJob:
         raise UserError(f"join: all {self.offer.nnodes} nodes of this job are taken; start it with more --nnodes")
 
 
-def find_job(address: str, seconds: float) -> OpenJob:
+def find_job(address: str, seconds: float = JOIN_SECONDS) -> OpenJob:
     """Return the job whose store is served at ``endpoint``, once it is.
 
     Raises RunStopped if none comes in time, UserError if it has another secret.

@@ -36,7 +36,6 @@ from flexrlhf.text import counted
 from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
 from flexrlhf.user_code.process_directories import process_directory
 
-STOPPED = "stopped; all ranks have ended"
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 """Signals for which the elastic agent installs handlers of its own: none."""
 
@@ -195,7 +194,7 @@ def _run_agent(agent: RankAgent, hosts: Hosts, reporter: FailureReporter) -> Non
             # it has waited for the other machines, not for ranks
             raise end_between_attempts(error, agent.cause.sentence) if agent.cause else error from None
         is_named = str(error) not in ("", signal.SIGINT.name)
-        raise Interrupted(f"stopped by {error}; all ranks have ended" if is_named else STOPPED) from None
+        raise (Interrupted(f"stopped by {error}; all ranks have ended") if is_named else Interrupted()) from None
     except RunStopped as error:
         raise RankFailure(str(error)) from None
     agent.close()
@@ -212,7 +211,7 @@ def end_between_attempts(stop: StopSignal, failure: str) -> Exception:
 def _raise(cause: Failure | None, result: RunResult, reporter: FailureReporter) -> None:
     """Raise the end of a job, with where this machine was when another one failed, and the place of its records."""
     if any(failure.exitcode == -signal.SIGINT for failure in result.failures.values()):
-        raise Interrupted(STOPPED)
+        raise Interrupted
     assert cause is not None, "an attempt that failed has a cause"
     place = reporter.place() if cause.kind == "node" else ""
     record = f"record: {reporter.record}" if reporter.record is not None else ""

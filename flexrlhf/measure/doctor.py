@@ -71,16 +71,16 @@ def preflight(
     """
     if Hosts.under_torchrun():
         raise UserError("preflight: starts ranks by itself; under torchrun run `flexrlhf doctor` before, without it")
-    job, failure = _survey(runs, hosts, join_seconds, rank_seconds, factory)
+    job, failure = _survey(runs, hosts, NodeRendezvous(hosts, join_seconds), rank_seconds, factory)
     return judge([run.plan for run in runs], job, failure)
 
 
-def measure_network(plan: Plan, hosts: Hosts, join_seconds: float, rank_seconds: float) -> float:
+def measure_network(plan: Plan, hosts: Hosts) -> float:
     """Return the GB/s of the slowest link between two of the machines, all their ranks together, in one direction.
 
-    Waits as of ``preflight``. Raises RunStopped if a machine is missing or cannot be reached.
+    Waits as long as a run does. Raises RunStopped if a machine is missing or cannot be reached.
     """
-    job, failure = _survey([Resumption(plan)], hosts, join_seconds, rank_seconds)
+    job, failure = _survey([Resumption(plan)], hosts, NodeRendezvous(hosts), plan.spec.timeout_seconds)
     if failure or not job.links:
         raise RunStopped(f"network: {failure or 'no link was measured; flexrlhf doctor says why'}")
     return min(link.gb_s for link in job.links if link.ends[0] != link.ends[1])
@@ -89,7 +89,7 @@ def measure_network(plan: Plan, hosts: Hosts, join_seconds: float, rank_seconds:
 def _survey(
     runs: Sequence[Resumption],
     hosts: Hosts,
-    join_seconds: float,
+    rendezvous: NodeRendezvous,
     rank_seconds: float,
     factory: RankFactory | None = None,
 ) -> tuple[JobFacts, str]:
@@ -102,7 +102,6 @@ def _survey(
         own.write_bytes(HOST_FACTS.dump_json(host))
         limited = plans[0].spec.model_copy(update={"timeout_seconds": rank_seconds})
         module = ["flexrlhf.measure.doctor_rank", str(own), str(hosts.nnodes), str(rank_seconds), str(result)]
-        rendezvous = NodeRendezvous(hosts, join_seconds)
         try:
             plan = replace(plans[0], spec=limited)
             run_on_ranks(module, plan, hosts, rendezvous, factory)

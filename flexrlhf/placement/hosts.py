@@ -59,6 +59,8 @@ class Hosts:
 
     LAUNCHERS: ClassVar = ("auto", "local", "torchrun", "slurm")
     """Launchers that start the ranks of this machine, or one of them; others start them wherever they are."""
+    LOOPBACK: ClassVar = "127.0.0.1"
+    """Address where the ranks of one machine meet."""
 
     nnodes: int = 1
     node_rank: int = 0

@@ -31,7 +31,7 @@ from flexrlhf.api import (
     probed_directories,
     ranks_text,
 )
-from flexrlhf.api.engine import LOOPBACK, STOPPED, FailureReporter, end_between_attempts
+from flexrlhf.api.engine import FailureReporter, end_between_attempts
 from flexrlhf.launch.ray.cluster import Bundle, connected, ray_device, require_ray, reserved
 from flexrlhf.launch.ray.node import NodeEnd, NodeReport, RayNode
 
@@ -115,7 +115,7 @@ class RayLauncher:
             except StopSignal as stop:
                 raise end_between_attempts(stop, signals.failure) if signals.failure else stop from None
             except KeyboardInterrupt:
-                raise Interrupted(STOPPED) from None
+                raise Interrupted from None
 
 
 def _run(job: Job, max_restarts: int, signals: _Signals) -> bool:
@@ -137,7 +137,7 @@ def _run(job: Job, max_restarts: int, signals: _Signals) -> bool:
             if end.is_well:
                 return end.kind == "stopped"
             if end.kind == "interrupted":
-                raise Interrupted(STOPPED)
+                raise Interrupted
             if attempt == max_restarts or end.kind == "refused":
                 break
             signals.failure = end.sentence
@@ -226,7 +226,7 @@ def reason(error: BaseException) -> str:
 
 def _run_nodes(nodes: Sequence[PlannedNode], job: Job, attempt: int, signals: _Signals) -> NodeEnd:
     """Run the launchers of all nodes, which end together, and return how."""
-    host = LOOPBACK if len({node.address for node in nodes}) == 1 else nodes[0].address
+    host = Hosts.LOOPBACK if len({node.address for node in nodes}) == 1 else nodes[0].address
     endpoint, orders = str(HostPort(host, nodes[0].port)), ORDERS.dump_json(job.orders).decode()
     size = len(nodes)
     calls = {node.name: node.actor.start.remote(orders, size, node.number, endpoint, attempt) for node in nodes}

@@ -74,7 +74,6 @@ def _network(plan: Plan, hosts: Hosts) -> float:
     from flexrlhf.api import quiet_torch
 
     quiet_torch()
-    from flexrlhf.api.engine import JOIN_SECONDS
     from flexrlhf.measure.doctor import measure_network
 
-    return measure_network(plan, hosts, JOIN_SECONDS, plan.spec.timeout_seconds)
+    return measure_network(plan, hosts)
