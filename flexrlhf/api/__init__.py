@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from flexrlhf.launch.lifetime import LAUNCHER, end_with_launcher, quiet_torch
     from flexrlhf.launch.preparation import checked_job, prepare_job
     from flexrlhf.launch.rank_factory import RankFactory
-    from flexrlhf.launch.shared_directories import DirectoryFacts, look_for_probes, probed_directories
+    from flexrlhf.launch.shared_directories import DirectoryFacts
     from flexrlhf.launch.terms import Sides, Terms
     from flexrlhf.memory.budget import Compute, SequenceLengths, Sizing
     from flexrlhf.memory.engine_bytes import EngineBytes

@@ -16,7 +16,7 @@ from flexrlhf.comm.store import Notice, await_keys
 from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.refusals import LISTEN_SECONDS, Refusals
-from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, probed_directories
+from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing
 from flexrlhf.launch.terms import Sides, Terms
 from flexrlhf.plan.plan import Plan
 
@@ -81,7 +81,7 @@ def agree(
 def _judge(store: dist.Store, member: Member, plans: Sequence[Plan], terms: Terms, seconds: float) -> str:
     """Return, on number 0, the first difference that another member has found."""
     others, refusal = range(1, member.members), ""
-    with probed_directories(plans, makes_probes=True) as directories:
+    with DirectoryFacts.probed(plans, makes_probes=True) as directories:
         store.set("host", member.host)
         store.set(
             "directories", JobSecret.here().signed("directories", _DIRECTORIES.dump_json(tuple(directories)).decode())
@@ -129,7 +129,7 @@ def _compare(
                 f"that all machines mount, or the same secret on all, by which they copy files: {JobSecret.MAKE}"
             )
         if not own and not shares:
-            with probed_directories(plans, makes_probes=True) as mine:
+            with DirectoryFacts.probed(plans, makes_probes=True) as mine:
                 unwritable = [each for each in mine if each.problem]
             if unwritable:
                 own = f"runs: {unwritable[0].place} on {member.name} cannot be written ({unwritable[0].problem})"

@@ -20,8 +20,8 @@ PROBE_BYTES = 2**20
 """Bytes that node 0 writes: a full disk takes empty files."""
 SEEN_SECONDS = 5.0
 """Time in which a file must be seen on another machine; shared file systems cache directories."""
-_PROBE, _FIRST = ".preflight-", "rank-0"
-"""Beginning of the name of a probe directory, and the file of rank 0 in it."""
+_PROBE = ".preflight-"
+"""Beginning of the name of a probe directory."""
 
 
 @dataclass(frozen=True)
@@ -39,29 +39,57 @@ class DirectoryFacts:
     problem: str = ""
     probe: str = ""
 
-    def sees_rank(self, rank: int, probe: str) -> bool:
-        """Return whether rank 0 sees the file of another rank here."""
-        return _comes(Path(self.path) / probe / f"rank-{rank}")
+    def sees_rank(self, rank: int) -> bool:
+        """Return whether the file of a rank comes in the probe within SEEN_SECONDS."""
+        limit = time.monotonic() + SEEN_SECONDS
+        while not self._file_of(rank).exists():
+            if time.monotonic() > limit:
+                return False
+            time.sleep(0.1)
+        return True
 
+    def _write(self, rank: int) -> str:
+        """Write the file of ``rank`` into the probe; return why it cannot be written, empty if it is."""
+        try:
+            self._file_of(rank).write_text("here")
+        except OSError as error:
+            return f"cannot write in {Path(self.path).absolute()} ({error.strerror})"
+        return ""
 
-@contextmanager
-def probed_directories(plans: Sequence[Plan], makes_probes: bool) -> Iterator[list[DirectoryFacts]]:
-    """Yield facts of the distinct ``runs`` of ``plans``, with a probe directory in each if ``makes_probes``.
+    def _file_of(self, rank: int) -> Path:
+        return Path(self.path) / self.probe / f"rank-{rank}"
 
-    At the end the probes and the directories made for them are removed.
-    """
-    paths = list(dict.fromkeys(plan.spec.runs for plan in plans))
-    made: list[Path] = []
-    try:
-        yield [_probed(path, made) if makes_probes else _facts(path) for path in paths]
-    finally:
-        for directory in reversed(made):
-            if directory.name.startswith(_PROBE):
-                shutil.rmtree(directory, ignore_errors=True)
-            else:
-                # another process may have begun to use it
-                with suppress(OSError):
-                    directory.rmdir()
+    @staticmethod
+    def look(directories: Sequence[DirectoryFacts], rank: int) -> Sharing:
+        """Look for the file of node 0 in the probe of each of ``directories``, and write one of ``rank`` there."""
+        seen = [each.path for each in directories if each.sees_rank(0)]
+        missing = [each.path for each in directories if each.path not in seen]
+        if seen and missing:
+            return Sharing(False, f"shares {seen[0]} with node 0 and not {missing[0]}; set one runs: for all of them")
+        if missing:
+            return Sharing(False)
+        written = (each._write(rank) for each in directories if rank != 0)
+        return Sharing(True, "; ".join(filter(None, written)))
+
+    @staticmethod
+    @contextmanager
+    def probed(plans: Sequence[Plan], makes_probes: bool) -> Iterator[list[DirectoryFacts]]:
+        """Yield facts of the distinct ``runs`` of ``plans``, with a probe directory in each if ``makes_probes``.
+
+        At the end the probes and the directories made for them are removed.
+        """
+        paths = list(dict.fromkeys(plan.spec.runs for plan in plans))
+        made: list[Path] = []
+        try:
+            yield [_probed(path, made) if makes_probes else _facts(path) for path in paths]
+        finally:
+            for directory in reversed(made):
+                if directory.name.startswith(_PROBE):
+                    shutil.rmtree(directory, ignore_errors=True)
+                else:
+                    # another process may have begun to use it
+                    with suppress(OSError):
+                        directory.rmdir()
 
 
 @dataclass(frozen=True)
@@ -76,36 +104,6 @@ class Sharing:
     problem: str = ""
 
 
-def look_for_probes(probes: Sequence[tuple[str, str]], rank: int) -> Sharing:
-    """Look for the file of node 0 in each probe, and write one of ``rank`` there. ``probes``: directories and names."""
-    seen = [path for path, probe in probes if _comes(Path(path) / probe / _FIRST)]
-    missing = [path for path, _ in probes if path not in seen]
-    if seen and missing:
-        return Sharing(False, f"shares {seen[0]} with node 0 and not {missing[0]}; set one runs: for all of them")
-    if missing:
-        return Sharing(False)
-    written = (_write(Path(path), probe, rank) for path, probe in probes if rank != 0)
-    return Sharing(True, "; ".join(filter(None, written)))
-
-
-def _write(path: Path, probe: str, rank: int) -> str:
-    try:
-        (path / probe / f"rank-{rank}").write_text("here")
-    except OSError as error:
-        return f"cannot write in {path.absolute()} ({error.strerror})"
-    return ""
-
-
-def _comes(path: Path) -> bool:
-    """Return whether a file is seen within SEEN_SECONDS."""
-    limit = time.monotonic() + SEEN_SECONDS
-    while not path.exists():
-        if time.monotonic() > limit:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def _facts(path: str, problem: str = "", probe: str = "") -> DirectoryFacts:
     return DirectoryFacts(path, str(Path(path).absolute()), problem, probe)
 
@@ -118,7 +116,7 @@ def _probed(path: str, made: list[Path]) -> DirectoryFacts:
         for directory in reversed([each for each in (target, *target.parents) if not each.exists()]):
             directory.mkdir()
             made.append(directory)
-        with (target / _FIRST).open("wb") as file:
+        with (target / "rank-0").open("wb") as file:
             file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())

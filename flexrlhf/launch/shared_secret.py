@@ -14,7 +14,7 @@ from secrets import token_hex
 from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.launch import shared_directories
 from flexrlhf.launch.lifetime import changed_environment
-from flexrlhf.launch.shared_directories import probed_directories
+from flexrlhf.launch.shared_directories import DirectoryFacts
 from flexrlhf.plan.plan import Plan
 
 NAME = "secret"
@@ -26,7 +26,7 @@ def made_secret(plans: Sequence[Plan]) -> Iterator[str]:
     if JobSecret.here().value:
         yield ""
         return
-    with probed_directories(plans[:1], makes_probes=True) as (facts,):
+    with DirectoryFacts.probed(plans[:1], makes_probes=True) as (facts,):
         if facts.problem:
             # the agreement reports it
             yield ""

@@ -12,7 +12,7 @@ from flexrlhf.config.number_settings import SettingDifference
 from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import shown
-from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing, look_for_probes
+from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.fingerprints import Fingerprints
 from flexrlhf.text import counted
@@ -97,7 +97,7 @@ class Terms:
         """
         if found := self.difference(own, sides):
             return Sharing(False, found)
-        sharing = look_for_probes([(each.path, each.probe) for each in directories if not each.problem], number)
+        sharing = DirectoryFacts.look([each for each in directories if not each.problem], number)
         if sharing.problem:
             return replace(sharing, problem=f"runs: {sides.other} {sharing.problem}")
         return sharing

@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from flexrlhf.api import (
+    DirectoryFacts,
     DiskDemand,
     EngineFacts,
     Fingerprints,
@@ -32,7 +33,6 @@ from flexrlhf.api import (
     UserError,
     check_device,
     check_runs,
-    probed_directories,
     process_directory,
 )
 from flexrlhf.api.engine import LocalLauncher, NodeRendezvous, run_on_ranks
@@ -96,7 +96,7 @@ def _survey(
     """Return the facts of all machines, and the sentence with which their ranks ended early, if they did."""
     plans, failure = [run.plan for run in runs], ""
     host = host_facts(runs, hosts)
-    with probed_directories(plans, hosts.is_first_node) as directories, process_directory() as place:
+    with DirectoryFacts.probed(plans, hosts.is_first_node) as directories, process_directory() as place:
         host = replace(host, directories=tuple(directories))
         own, result = place / "host.json", place / "facts.json"
         own.write_bytes(HOST_FACTS.dump_json(host))

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flexrlhf.api import RunStopped, Spec, UserError, look_for_probes, make_plans, read_yaml
+from flexrlhf.api import DirectoryFacts, RunStopped, Spec, UserError, make_plans, read_yaml
 from flexrlhf.api.engine import BareRank, World, joined_rank
 from flexrlhf.measure.facts import (
     HOST_FACTS,
@@ -149,11 +149,11 @@ class Survey:
     def _directories(self, job: JobFacts) -> SharedFacts:
         """Return, on rank 0, how the ranks see its directories."""
         probes = [
-            (mine, first)
+            replace(mine, probe=first.probe)
             for mine, first in zip(self._host.directories, job.hosts[0].directories, strict=False)
             if first.probe
         ]
-        sharing = look_for_probes([(mine.path, first.probe) for mine, first in probes], self._world.rank)
+        sharing = DirectoryFacts.look(probes, self._world.rank)
         self._store.set(f"seen/{self._world.rank}", json.dumps(asdict(sharing)))
         if self._world.rank != 0:
             return SharedFacts()
@@ -162,7 +162,7 @@ class Survey:
         found = {rank: json.loads(self._store.get(key)) for rank, key in enumerate(keys)}
         wrong = {rank: each["problem"] for rank, each in found.items()}
         for rank in [rank for rank, each in found.items() if rank != 0 and each["shares"] and not each["problem"]]:
-            if not all(mine.sees_rank(rank, first.probe) for mine, first in probes):
+            if not all(each.sees_rank(rank) for each in probes):
                 wrong[rank] = f"what it wrote is not seen by rank 0 in {job.hosts[0].directories[0].place}"
         apart = tuple(rank for rank, each in found.items() if not each["shares"])
         return SharedFacts({rank: problem for rank, problem in wrong.items() if problem}, apart)

@@ -14,11 +14,11 @@ from small_runs import plan_of
 
 from flexrlhf.comm.store import Endpoint
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.launch import agreement, shared_directories, terms
+from flexrlhf.launch import agreement, shared_directories
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.refusals import Refusals, write_refusal
 from flexrlhf.launch.rendezvous import JOB_OFFER, JobOffer, OpenJob, find_job, refuse
-from flexrlhf.launch.shared_directories import Sharing
+from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing
 from flexrlhf.launch.terms import Sides, Terms
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
@@ -154,7 +154,7 @@ def test_a_directory_that_is_another_one_is_not_shared(
     monkeypatch.setattr(shared_directories, "SEEN_SECONDS", 0.1)
     monkeypatch.setenv("FLEXRLHF_TOKEN", "5" * 64)
     assert results(plan, [TERMS, TERMS, TERMS]) == [True, True, True]
-    monkeypatch.setattr(terms, "look_for_probes", lambda probes, rank: Sharing(False))
+    monkeypatch.setattr(DirectoryFacts, "look", lambda directories, rank: Sharing(False))
     assert results(plan, [TERMS, TERMS, TERMS]) == [True, False, False]
     assert not list(tmp_path.iterdir())
 

@@ -18,7 +18,7 @@ from small_runs import plan_of
 from flexrlhf.comm.world import World
 from flexrlhf.errors import UserError
 from flexrlhf.launch import shared_directories as directories
-from flexrlhf.launch.shared_directories import Sharing, look_for_probes, probed_directories
+from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing
 from flexrlhf.launch.terms import Terms
 from flexrlhf.measure.doctor import available_memory, judge_libraries
 from flexrlhf.measure.doctor_rank import Survey
@@ -376,15 +376,15 @@ def test_space_is_that_of_the_nearest_directory(tmp_path: Path) -> None:
 def test_a_probe_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directories, "SEEN_SECONDS", 0.2)
     run = plan_of(None, 2, f"runs={tmp_path}/a/b")
-    with probed_directories([run, run], makes_probes=True) as (facts,):
-        assert facts.problem == "" and look_for_probes([(facts.path, facts.probe)], 1) == Sharing(True)
-        elsewhere = (str(tmp_path), facts.probe)
-        assert look_for_probes([elsewhere], 1) == Sharing(False)
-        partly = look_for_probes([(facts.path, facts.probe), elsewhere], 1).problem
+    with DirectoryFacts.probed([run, run], makes_probes=True) as (facts,):
+        assert facts.problem == "" and DirectoryFacts.look([facts], 1) == Sharing(True)
+        elsewhere = replace(facts, path=str(tmp_path))
+        assert DirectoryFacts.look([elsewhere], 1) == Sharing(False)
+        partly = DirectoryFacts.look([facts, elsewhere], 1).problem
         assert partly == f"shares {facts.path} with node 0 and not {tmp_path}; set one runs: for all of them"
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "a" / "mine").mkdir(parents=True)
-    with probed_directories([run], makes_probes=True):
+    with DirectoryFacts.probed([run], makes_probes=True):
         pass
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["a", "a/mine"]
 
@@ -393,6 +393,6 @@ def test_a_full_disk_and_a_file_in_the_way_are_problems(small_disk: Path, tmp_pa
     (small_disk / "fill").write_bytes(bytes(2**16 - 2**13))
     (tmp_path / "file").write_text("")
     full, blocked = plan_of(None, 2, f"runs={small_disk}/runs"), plan_of(None, 2, f"runs={tmp_path}/file/runs")
-    with probed_directories([full, blocked], makes_probes=True) as (first, second):
+    with DirectoryFacts.probed([full, blocked], makes_probes=True) as (first, second):
         assert first.problem == "No space left on device" and second.problem == "Not a directory"
     assert [path.name for path in small_disk.iterdir()] == ["fill"]

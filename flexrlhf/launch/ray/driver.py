@@ -16,6 +16,7 @@ from typing import Any
 
 from flexrlhf.api import (
     ORDERS,
+    DirectoryFacts,
     Ending,
     HostPort,
     Hosts,
@@ -28,7 +29,6 @@ from flexrlhf.api import (
     Terms,
     UserError,
     handled,
-    probed_directories,
     ranks_text,
 )
 from flexrlhf.api.engine import FailureReporter, end_between_attempts
@@ -189,7 +189,7 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 def _compare_machines(nodes: Sequence[PlannedNode], job: Job, terms: Terms) -> None:
     """Compare terms and directories of each node with the driver's. Raises UserError with a difference."""
     driver = f"the driver (host {gethostname()})"
-    with probed_directories(job.plans, makes_probes=True) as directories:
+    with DirectoryFacts.probed(job.plans, makes_probes=True) as directories:
         for each in directories:
             if each.problem:
                 raise UserError(f"runs: {each.place} cannot be written ({each.problem})")
