@@ -121,7 +121,6 @@ if TYPE_CHECKING:
     from flexrlhf.strategies.strategy import Strategy
     from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, shortened, span_of, table
     from flexrlhf.timeline import Span, Trace
-    from flexrlhf.user_code.deadline import Deadline
     from flexrlhf.user_code.process_directories import process_directory
     from flexrlhf.user_code.processes import exit_text
     from flexrlhf.weights.decoder_sizes import DecoderSizes, Sizes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from threading import Lock
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
@@ -28,8 +27,8 @@ class Episodes:
         self._places: dict[Key, EpisodeProcess] = {}
         self._lock = Lock()
 
-    def replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
-        """Return one reply a call, in order, by the deadline and a few seconds to end processes.
+    def replies(self, calls: Sequence[EpisodeCall], seconds: float) -> list[EpisodeReply]:
+        """Return one reply a call, in order, within ``seconds`` and a few more to end processes.
 
         Raises nothing for what an environment does: a reply then has a failure, and its episode is over.
         """
@@ -37,7 +36,7 @@ class Episodes:
             return []
         with self._lock:
             shares = self._shares(calls)
-        deadline = replace(deadline, work="replies of environments")
+        deadline = Deadline.after(seconds, "replies of environments")
         with ThreadPoolExecutor(len(shares)) as threads:
             done = threads.map(
                 lambda share: share[0].replies([calls[index] for index in share[1]], deadline), shares.items()

@@ -10,7 +10,7 @@ from itertools import cycle, islice
 from statistics import median
 from typing import Any
 
-from flexrlhf.api import Deadline, EnvironmentSpec, EpisodeCall, EpisodeReply, Episodes, Plan, UserError, tool_schemas
+from flexrlhf.api import EnvironmentSpec, EpisodeCall, EpisodeReply, Episodes, Plan, UserError, tool_schemas
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 
 MOST_EPISODES, MOST_TIMES = 64, 256
@@ -59,7 +59,7 @@ def _measured(
     def timed_replies(calls: Sequence[EpisodeCall], is_reset: bool) -> list[EpisodeReply]:
         """Return the replies to calls, whose times are kept."""
         began = time.monotonic()
-        replies = episodes.replies(calls, Deadline.after(environment.timeout_seconds * len(calls)))
+        replies = episodes.replies(calls, environment.timeout_seconds * len(calls))
         took = time.monotonic() - began
         failures.extend(reply.failure.text for reply in replies if reply.failure is not None)
         found = [reply.seconds for reply in replies if reply.failure is None]
@@ -70,7 +70,7 @@ def _measured(
 
     try:
         # processes load the environment's code in their first call
-        episodes.replies(_resets(rows, 0, seed), Deadline.after(seconds + environment.timeout_seconds * len(rows)))
+        episodes.replies(_resets(rows, 0, seed), seconds + environment.timeout_seconds * len(rows))
         if episodes.are_concurrent:
             rows = [*islice(cycle(all_rows), together * environment.processes)]
         step, began = 0, episodes.cpu_seconds

@@ -25,7 +25,6 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.operators.outcomes import failed_state
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.user_code.call_failures import CallFailure, WarnOnce
-from flexrlhf.user_code.deadline import Deadline
 
 POLL_SECONDS = 0.01
 """Time between two looks for replies that another rank publishes."""
@@ -154,7 +153,7 @@ class ReplySource:
         """Return one reply a call: of the log, or of its environment."""
         found = [None if self.log is None else self.log.find(call) for call in calls]
         due = [call for call, reply in zip(calls, found, strict=True) if reply is None]
-        given = iter(episodes.replies(due, Deadline.after(self._seconds)) if due else ())
+        given = iter(episodes.replies(due, self._seconds) if due else ())
         replies = [next(given) if reply is None else reply for reply in found]
         if self.log is not None:
             pairs = zip(zip(calls, replies, strict=True), found, strict=True)

@@ -20,12 +20,12 @@ class Deadline:
 
     seconds: float
     end: float
-    work: str = "scores"
+    work: str
 
     @classmethod
-    def after(cls, seconds: float) -> Self:
-        """Return the deadline ``seconds`` from now."""
-        return cls(seconds, time.monotonic() + seconds)
+    def after(cls, seconds: float, work: str = "scores") -> Self:
+        """Return the deadline ``seconds`` from now of ``work``."""
+        return cls(seconds, time.monotonic() + seconds, work)
 
     def left(self) -> float:
         """Seconds until the deadline; negative afterwards."""

@@ -17,7 +17,6 @@ from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.environments.base import EpisodeCall
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import tool_schemas
-from flexrlhf.user_code.deadline import Deadline
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -38,7 +37,7 @@ def replies_of(config: str, row: Mapping[str, Any], turns: Sequence[str]) -> lis
         for count in range(len(turns) + 1)
     ]
     try:
-        replies = [episodes.replies([call], Deadline.after(60))[0] for call in calls]
+        replies = [episodes.replies([call], 60.0)[0] for call in calls]
     finally:
         episodes.close()
     assert [reply.failure for reply in replies] == [None] * len(calls)

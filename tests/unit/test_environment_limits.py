@@ -19,7 +19,6 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.process_limits import OUTPUT_BURST, OUTPUT_RATE, allowed_bytes, can_keep_signals
-from flexrlhf.user_code.deadline import Deadline
 from flexrlhf.user_code.processes import descendants
 
 FILE = Path(__file__).with_name("misbehaving_environments.py")
@@ -156,7 +155,7 @@ def replies_of(episodes: Episodes, rows: Sequence[dict[str, Any]]) -> list[list[
             for call, replies in zip(calls_of(rows, TURNS[:turn]), found, strict=True)
             if not replies or not (replies[-1].failure or replies[-1].is_done)
         ]
-        for call, reply in zip(calls, episodes.replies(calls, Deadline.after(60)), strict=True):
+        for call, reply in zip(calls, episodes.replies(calls, 60.0), strict=True):
             found[call.key[1]].append(reply)
     return found
 

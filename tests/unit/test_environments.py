@@ -31,7 +31,6 @@ from flexrlhf.errors import UserError
 from flexrlhf.measure.environment_calls import example_call, measure_environments
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.user_code import worker_process
-from flexrlhf.user_code.deadline import Deadline
 
 FILE = Path(__file__).with_name("example_environments.py")
 Play = Callable[..., list[EpisodeReply]]
@@ -49,7 +48,7 @@ def play() -> Iterator[Play]:
             EpisodeCall((0, len(opened)), row or {}, 7, tuple(texts[:count]), is_last=count == len(texts))
             for count in range(len(texts) + 1)
         ]
-        return [episodes.replies([call], Deadline.after(60))[0] for call in calls]
+        return [episodes.replies([call], 60.0)[0] for call in calls]
 
     yield turns
     for episodes in opened.values():
@@ -85,7 +84,7 @@ def test_episodes_are_shared_by_processes_and_stay_in_theirs() -> None:
 
     def replies(texts: Sequence[str], rows: Sequence[int] = range(6)) -> list[str]:
         calls = [EpisodeCall((1, row), {}, 0, tuple(texts)) for row in rows]
-        return [reply.messages[0][1] for reply in episodes.replies(calls, Deadline.after(60))]
+        return [reply.messages[0][1] for reply in episodes.replies(calls, 60.0)]
 
     try:
         processes = replies([])
@@ -104,7 +103,7 @@ def test_an_episode_is_resumed_by_its_turns(play: Play) -> None:
     """By another process, which has none of it."""
     episodes = Episodes(EnvironmentSpec(path=own("Guess")), 1)
     try:
-        (reply,) = episodes.replies([EpisodeCall((3, 1), {"greeting": "a"}, 5, ("1", "2", "5"))], Deadline.after(60))
+        (reply,) = episodes.replies([EpisodeCall((3, 1), {"greeting": "a"}, 5, ("1", "2", "5"))], 60.0)
     finally:
         episodes.close()
     assert (reply.messages, reply.reward, reply.is_done, reply.failure) == ((("", "right at 3"),), 1.0, True, None)
@@ -116,7 +115,7 @@ def test_async_episodes_of_a_chunk_wait_together_and_for_no_other_chunk() -> Non
 
     def replied(step: int, *turns: str) -> list[str]:
         chunks = ([EpisodeCall((step, row), {}, 0, turns) for row in rows] for rows in (range(4), range(4, 9)))
-        replies = (said(episodes.replies(chunk, Deadline.after(60))) for chunk in chunks)
+        replies = (said(episodes.replies(chunk, 60.0)) for chunk in chunks)
         return [text for chunk in replies for messages in chunk for _, text in messages]
 
     try:
@@ -131,7 +130,7 @@ def test_episodes_are_closed() -> None:
     episodes = Episodes(EnvironmentSpec(path=own("Open")), 1)
 
     def reply(step: int, row: int, *turns: str, is_last: bool = False) -> EpisodeReply:
-        return episodes.replies([EpisodeCall((step, row), {}, 0, turns, is_last)], Deadline.after(60))[0]
+        return episodes.replies([EpisodeCall((step, row), {}, 0, turns, is_last)], 60.0)[0]
 
     try:
         assert [reply(1, row).messages for row in range(4)] == [(("", str(row + 1)),) for row in range(4)]
@@ -146,7 +145,7 @@ def test_all_replies_are_there_by_the_deadline() -> None:
     episodes = Episodes(EnvironmentSpec(path=own("Late")), 1)
     try:
         calls = [EpisodeCall((0, row), {}, 0) for row in range(3)]
-        replies = episodes.replies(calls, Deadline.after(1))
+        replies = episodes.replies(calls, 1.0)
         assert [reply.failure.kind for reply in replies if reply.failure] == ["late"] * 3
         assert "row 2, reset: not all replies of environments within 1 s" in str(replies[2].failure)
     finally:
@@ -173,10 +172,10 @@ def test_a_replay_that_ends_earlier_is_named(tmp_path: Path) -> None:
     row = {"file": str(tmp_path / "file")}
     try:
         for turns in ((), ("a",), ("a", "b")):
-            (reply,) = episodes.replies([EpisodeCall((0, 0), row, 0, turns)], Deadline.after(60))
+            (reply,) = episodes.replies([EpisodeCall((0, 0), row, 0, turns)], 60.0)
             assert reply.failure is None and not reply.is_done
         calls = [EpisodeCall((0, 1), row, 0, ("die",)), EpisodeCall((0, 0), row, 0, ("a", "b", "c"))]
-        crash, replay = (reply.failure for reply in episodes.replies(calls, Deadline.after(60)))
+        crash, replay = (reply.failure for reply in episodes.replies(calls, 60.0))
         assert crash is not None and crash.kind == "crash"
         assert replay is not None and replay.kind == "replay"
         assert "row 0, turn 1: its replay ended here, after 3 recorded turns" in replay.text
@@ -187,10 +186,10 @@ def test_a_replay_that_ends_earlier_is_named(tmp_path: Path) -> None:
 def test_a_replay_that_replies_otherwise_fails_the_episode() -> None:
     episodes = Episodes(EnvironmentSpec(path=own("Secret")), 1)
     try:
-        (secret,) = episodes.replies([EpisodeCall((0, 0), {}, 0)], Deadline.after(60))
+        (secret,) = episodes.replies([EpisodeCall((0, 0), {}, 0)], 60.0)
         moved = EpisodeCall((0, 0), {}, 0, ("a",), replied=(secret.digest,))
         calls = [EpisodeCall((0, 1), {}, 0, ("die",)), moved]
-        _, replay = (reply.failure for reply in episodes.replies(calls, Deadline.after(60)))
+        _, replay = (reply.failure for reply in episodes.replies(calls, 60.0))
         assert replay is not None and replay.kind == "replay"
         assert "row 0, reset: its replay replied otherwise than before" in replay.text
     finally:
@@ -203,7 +202,7 @@ def test_an_episode_without_room_for_a_turn_has_its_reward() -> None:
         try:
             calls = [EpisodeCall((0, 0), row, 0, turns) for turns in ((), (turn,))]
             calls.append(EpisodeCall((0, 0), row, 0, (turn,), is_ended=True))
-            *_, last = (episodes.replies([each], Deadline.after(60))[0] for each in calls)
+            *_, last = (episodes.replies([each], 60.0)[0] for each in calls)
             assert (last.reward, last.is_done, last.failure) == (reward, True, None)
         finally:
             episodes.close()
@@ -332,7 +331,7 @@ def test_openenv(openenv_url: str) -> None:
     try:
         for count in range(3):
             calls = [EpisodeCall((0, row), {}, row, ("a", "b")[:count]) for row in range(3)]
-            replies = episodes.replies(calls, Deadline.after(60))
+            replies = episodes.replies(calls, 60.0)
             expected = [" ".join([f"seed {row} hello", *("a", "b")[:count]]) for row in range(3)]
             assert said(replies) == [(("", text),) for text in expected]
         assert [(reply.reward, reply.is_done) for reply in replies] == [(1.5, True)] * 3
