@@ -169,7 +169,7 @@ class World:
 
     @property
     def on_gpu(self) -> World:
-        """This rank on its GPU, with NCCL."""
+        """The rank on its GPU, with NCCL."""
         return replace(self, device=local_device("cuda"), backend="nccl")
 
     @property
