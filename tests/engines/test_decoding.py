@@ -25,6 +25,7 @@ from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
+from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.readout import Readout
@@ -75,7 +76,7 @@ def passes_of(model: PreTrainedModel, rows_together: int = NUM_ROWS, dp: RankGro
         placed=SimpleNamespace(settings=settings),
         lengths=LENGTHS,
         device=torch.device("cpu"),
-        cp=None,
+        ranks=ModelRanks(dp or ONE_RANK, ONE_RANK),
         switches=NO_SWITCHES,
     )
     laid_out = PassSettings.of(context, model.config)
