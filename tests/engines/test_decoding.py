@@ -8,24 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heapreplace
 from threading import Barrier, Thread
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from host_reads import host_reads
-from small_models import ONE_RANK, TINY
+from small_models import ONE_RANK, TINY, context_of, placed
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
 
 from flexrlhf.comm.reduce import RankGroup
-from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.output_settings import NO_SWITCHES
 from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead, use_language_head
-from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.passes import Passes
 from flexrlhf.engines.readout import Readout
@@ -70,17 +65,10 @@ def model_of(kind: str = "llama", **changes: object) -> PreTrainedModel:
 def passes_of(model: PreTrainedModel, rows_together: int = NUM_ROWS, dp: RankGroup | None = None) -> Passes:
     """``replicas``: in lockstep with them."""
     head = model.lm_head if isinstance(model.lm_head, LanguageHead) else None
-    settings = ModelSpec(init=TINY, generate_tokens=rows_together * (LENGTHS.prompt + LENGTHS.response))
+    of_rollout = placed(generate_tokens=rows_together * (LENGTHS.prompt + LENGTHS.response))
     readout = Readout("causal", head, LENGTHS, 1.0)
-    context: Any = SimpleNamespace(
-        placed=SimpleNamespace(settings=settings),
-        lengths=LENGTHS,
-        device=torch.device("cpu"),
-        ranks=ModelRanks(dp or ONE_RANK, ONE_RANK),
-        switches=NO_SWITCHES,
-    )
-    laid_out = PassSettings.of(context, model.config)
-    return Passes(model, model, readout, settings, laid_out, dp or ONE_RANK, lockstep=dp)
+    laid_out = PassSettings.of(context_of(of_rollout, lengths=LENGTHS), model.config)
+    return Passes(model, model, readout, of_rollout.settings, laid_out, dp or ONE_RANK, lockstep=dp)
 
 
 @pytest.fixture(scope="module")
