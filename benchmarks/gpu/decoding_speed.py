@@ -82,9 +82,10 @@ def _generated(
 ) -> tuple[dict[str, Tensor], float, int]:
     """Return responses, and the time and model calls of a generation, after a few tokens that warm up."""
     seconds, calls, columns = 0.0, 0, dict[str, Tensor]()
-    for most in (8, None):
+    for most in (8, settings.lengths.response):
         began = time.perf_counter()
-        decoding = Decoding(model, batch, replace(sampling, most_tokens=most), settings.lengths.response, settings)
+        limited = batch.with_columns({"most_tokens": torch.full_like(batch.rows, most)})
+        decoding = Decoding(model, limited, sampling, settings.lengths.response, settings)
         calls = sum(decoding.calls(together))
         columns = {name: column.cpu() for name, column in decoding.columns().items()}
         seconds = time.perf_counter() - began

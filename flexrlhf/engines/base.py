@@ -72,6 +72,12 @@ class Batch:
         """Tokens of each given response that stop strings are not searched in."""
         return self.columns.get("searched_from", torch.zeros_like(self.rows)).tolist()
 
+    def new_tokens(self, longest: int) -> Tensor:
+        """Return how many tokens a call adds to each row at most, int64 (n,). ``longest``: tokens of a response."""
+        given = self.columns["response_mask"].sum(1) if "responses" in self.columns else torch.zeros_like(self.rows)
+        room = longest - given
+        return room.minimum(self.columns["most_tokens"]) if "most_tokens" in self.columns else room
+
     def select(self, part: slice | Tensor) -> Batch:
         """Return the rows of ``part``, a range or int64 places; as views of a range."""
         columns = {name: tensor[part] for name, tensor in self.columns.items()}
@@ -100,7 +106,6 @@ class Sampling:
     num_ids:       sampled tokens are below it; None: any token. Log-probs are of the whole vocabulary, whose further
                    rows are padding, as they are in training.
     stop:          stop strings; they need ``decode``.
-    most_tokens:   tokens that a call adds to a response at most; None: to its end.
     decode:        tokens of a response → its text, with the special tokens that ``rollout.special_tokens`` keeps.
     has_kernel:    whether GPUs make the noise by a kernel, else by torch's operations.
     """
@@ -116,7 +121,6 @@ class Sampling:
     num_ids: int | None = None
     stop: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
-    most_tokens: int | None = None
     has_kernel: bool = True
 
 
@@ -340,9 +344,12 @@ class Engine(Protocol):
         experts:          uint8 (n, (P+R) * B), with ``router_replay``: for each token but the last the numbers of its
                           experts (layers, k), in 8 bits where these suffice, else in 16; B bytes together.
 
-        A batch with ``responses`` (n, R) and their ``response_mask`` continues these; ``noise_step``, int64 (n,), is
-        the step of each row's noise, and ``searched_from``, int64 (n,), its tokens that stop strings are not searched
-        in. Log-probs are then of the new tokens alone.
+        A batch with ``responses`` (n, R) and their ``response_mask`` continues these. Log-probs are then of the new
+        tokens alone. Further columns of it, int64 (n,), each with a default:
+
+        noise_step:     step of each row's noise; that of ``sampling``.
+        searched_from:  its tokens that stop strings are not searched in; 0.
+        most_tokens:    its new tokens at most, 1 or more; to the end of the response.
         """
         ...
 

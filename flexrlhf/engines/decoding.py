@@ -113,7 +113,7 @@ class Decoding:
         self._end_tokens = torch.tensor(sampling.eos_token_ids, dtype=torch.int64, device=device)
         self._contexts, self._max_tokens = _Contexts(batch), max_tokens
         # new tokens of each row, if none ends it before
-        self._limits = (max_tokens - self._contexts.lengths).clamp(max=sampling.most_tokens or max_tokens)
+        self._limits = batch.new_tokens(max_tokens)
         most = int(self._limits.max()) if len(batch) else 0
         # a column more, for tokens behind the limit of a row whose end the host has not seen yet
         self._tokens = torch.zeros(len(batch), most + 1, dtype=torch.int64, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -46,13 +46,14 @@ class ProfileContext:
         """Return a call that continues responses of ``given`` tokens by as many ``tokens``."""
         operator, shape, columns = self._arguments(operator, loaded, rows)
         batch = self.rank.batch(self.plan, operator, loaded, shape, columns)
+        batch = batch.with_columns({"most_tokens": torch.full_like(batch.rows, tokens)})
         if given:
             response, device = self.plan.lengths.response, self.rank.world.device
             mask = torch.zeros(len(batch), response, dtype=torch.uint8, device=device)
             mask[:, :given] = 1
             responses = torch.randint_like(mask, 0, loaded.engine.config.vocab_size, dtype=torch.int32)
             batch = batch.with_columns({"responses": responses, "response_mask": mask})
-        return partial(loaded.engine.generate, batch, replace(self.sampling, most_tokens=tokens))
+        return partial(loaded.engine.generate, batch, self.sampling)
 
     def equal_passes(self, model: PlacedModel, measured: MeasuredRows) -> tuple[int, dict[int, int]]:
         """Return the passes of calls that have equally many, one if possible, and the tokens of each by the rows of its

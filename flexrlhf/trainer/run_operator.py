@@ -116,15 +116,14 @@ def _generate(
     if run.operator.turns:
         columns = _turn(run, batches[0], store, sampling, context)
     elif run.operator.carries:
-        sampling = replace(sampling, most_tokens=context.spec.rollout.segment_tokens)
         rounds = [
             make_round(each, batch, before, sampling.step, context.spec.lengths)
             for each, batch in zip((run, *ahead), batches, strict=True)
         ]
-        first, *later = rounds
-        generated = engine.generate(first.continued, sampling, [each.continued for each in later])
+        first, *later = [_limited(each.continued, context.spec.rollout.segment_tokens) for each in rounds]
+        generated = engine.generate(first, sampling, later)
         by_row = context.spec.rollout.groups == "as-ended"
-        columns = whole_columns(run, first, generated, run.model.version, by_row)
+        columns = whole_columns(run, rounds[0], generated, run.model.version, by_row)
     else:
         columns = engine.generate(batches[0], sampling, batches[1:])
         columns["policy_version"] = columns["response_mask"].int() * run.model.version
@@ -146,8 +145,13 @@ def _turn(run: OperatorRun, batch: Batch, store: RowStore, sampling: Sampling, c
     continued = rows.continued(batch)
     if not run.has_rows(continued):
         return rows.unchanged()
-    generated = run.model.engine.generate(continued, replace(sampling, most_tokens=environment.turn_tokens))
+    generated = run.model.engine.generate(_limited(continued, environment.turn_tokens), sampling)
     return rows.columns(generated, run.model.version)
+
+
+def _limited(batch: Batch, tokens: int | None) -> Batch:
+    """Return the batch with a limit of each row's new tokens; None: to the end of the response."""
+    return batch if tokens is None else batch.with_columns({"most_tokens": torch.full_like(batch.rows, tokens)})
 
 
 def _interact(run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext) -> None:

@@ -132,7 +132,7 @@ Generate = Callable[[Batch, Sampling], dict[str, Tensor]]
 
 
 def in_segments(generate: Generate, batch: Batch, sampling: Sampling, tokens: int, longest: int) -> dict[str, Tensor]:
-    """Columns of ``generate`` in calls that add at most ``tokens`` to the responses that have not ended.
+    """Columns of ``generate`` in calls that add at most ``tokens``, or 1 or 2 less, to the responses that go on.
 
     Each call is of another step, as in a run, with the noise of the first.
     """
@@ -152,8 +152,10 @@ def in_segments(generate: Generate, batch: Batch, sampling: Sampling, tokens: in
         before = {"responses": columns["tokens"][:, width:], "response_mask": mask}
         before["noise_step"] = torch.full((n,), sampling.step)
         part = batch.with_columns(before).select(places)
-        made = generate(part, replace(sampling, step=sampling.step + number, most_tokens=tokens))
-        assert ((made["response_mask"].sum(1) - mask[places].sum(1)) <= tokens).all()
+        limits = tokens - part.rows % min(tokens, 3)
+        part = part.with_columns({"most_tokens": limits})
+        made = generate(part, replace(sampling, step=sampling.step + number))
+        assert ((made["response_mask"].sum(1) - mask[places].sum(1)) <= limits).all()
         # the tokens before a segment have no log-probs in its call
         made["rollout_logprobs"] += columns["rollout_logprobs"][places]
         for name, values in made.items():

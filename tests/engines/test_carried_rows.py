@@ -91,8 +91,8 @@ class Rounds:
                 for name in GENERATE.reads:
                     store.put(name, [row], taken[name][number : number + 1])
             each = make_round(run, run.batch(store, torch.device("cpu")), before, step, LENGTHS)
-            sampling = replace(PLAIN, step=step, most_tokens=TOKENS)
-            generated = self.engine.generate(each.continued, sampling)
+            limits = {"most_tokens": torch.full_like(each.continued.rows, TOKENS)}
+            generated = self.engine.generate(each.continued.with_columns(limits), replace(PLAIN, step=step))
             columns = whole_columns(run, each, generated, version, self.by_row)
             for name in run.operator.writes:
                 store.put(name, run.rows, columns[name])

@@ -57,7 +57,7 @@ class VllmEngine(Engine):
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         self._restarts.begin(sampling.step)
         for each in (batch, *ahead):
-            for key, request in new_requests(each, sampling, self._responses).items():
+            for key, request in new_requests(each, sampling, self._lengths, self._responses).items():
                 self._responses[key] = self._due[key] = PartialResponse(request, sampling)
         keys = request_keys(batch, sampling)
         while True:
@@ -88,9 +88,7 @@ class VllmEngine(Engine):
                 key = next(iter(self._due))
                 response = self._requested[key] = self._due.pop(key)
                 request, name = response.request, str(self._num_names)
-                params = sampling_params(
-                    key, len(request.response), self._lengths, self.config.vocab_size, self._is_exact
-                )
+                params = sampling_params(key, request, self.config.vocab_size, self._is_exact)
                 self._num_names += 1
                 self._running[name] = key
                 self._vllm.engine.add_request(name, {"prompt_token_ids": request.prompt + request.response}, params)

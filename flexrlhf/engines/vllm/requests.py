@@ -23,11 +23,13 @@ class NewRequest:
 
     prompt:   without padding.
     response: tokens of it so far.
+    most:     new tokens at most.
     searched_from: response tokens that stop strings are not searched in.
     """
 
     prompt: list[int]
     response: list[int]
+    most: int
     searched_from: int = 0
 
 
@@ -63,14 +65,18 @@ def request_keys(batch: Batch, sampling: Sampling) -> list[RequestKey]:
     return [(hashable[step], row) for step, row in zip(steps, rows, strict=True)]
 
 
-def new_requests(batch: Batch, sampling: Sampling, submitted: Container[RequestKey]) -> dict[RequestKey, NewRequest]:
+def new_requests(
+    batch: Batch, sampling: Sampling, lengths: Lengths, submitted: Container[RequestKey]
+) -> dict[RequestKey, NewRequest]:
     """Return the tokens of the rows of ``batch`` that are not in ``submitted``."""
     prompts = _without_padding(batch["prompts"], batch["prompt_mask"])
     responses: list[list[int]] = [[] for _ in prompts]
     if "responses" in batch.columns:
         responses = _without_padding(batch["responses"], batch["response_mask"])
-    rows = zip(request_keys(batch, sampling), prompts, responses, batch.searched_from, strict=True)
-    return {key: NewRequest(prompt, given, first) for key, prompt, given, first in rows if key not in submitted}
+    most = batch.new_tokens(lengths.response).tolist()
+    requests = map(NewRequest, prompts, responses, most, batch.searched_from)
+    keyed = zip(request_keys(batch, sampling), requests, strict=True)
+    return {key: request for key, request in keyed if key not in submitted}
 
 
 def _without_padding(tokens: Tensor, masks: Tensor) -> list[list[int]]:
@@ -78,23 +84,21 @@ def _without_padding(tokens: Tensor, masks: Tensor) -> list[list[int]]:
     return [[token for token, real in zip(row, mask, strict=True) if real] for row, mask in rows]
 
 
-def sampling_params(key: RequestKey, first: int, lengths: Lengths, vocabulary: int, is_exact: bool) -> Any:
+def sampling_params(key: RequestKey, request: NewRequest, vocabulary: int, is_exact: bool) -> Any:
     """Return vLLM's SamplingParams of one request. Its end tokens are the run's, never the model directory's.
 
-    first:    response tokens that the request continues.
     is_exact: whether ``RolloutSampler`` adds the noise (engines/sampling.py) instead of vLLM.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    sampling, row = key
-    most = min(lengths.response - first, sampling.most_tokens or lengths.response)
+    (sampling, row), first = key, len(request.response)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        min_tokens=min(most, max(0, sampling.min_tokens - first)),
-        max_tokens=most,
+        min_tokens=min(request.most, max(0, sampling.min_tokens - first)),
+        max_tokens=request.most,
         ignore_eos=True,
         # a tokenizer may have more tokens than the model
         stop_token_ids=[token for token in sampling.eos_token_ids if token < vocabulary],
