@@ -65,7 +65,7 @@ class Session:
     ) -> None:
         """Plan the run of a YAML file; ranks start where the session is entered. Arguments: as of ``ExecutionEngine``.
 
-        Raises UserError for a plan that calls cannot follow: with a lag, chunks, environments, or models that move.
+        Raises UserError for a plan that calls cannot follow: with a lag, environments, or models that move.
         """
         spec = load_spec(config_path, program_settings(overrides, devices), placement_ratio)
         if Hosts.under_torchrun():
@@ -245,9 +245,9 @@ class Session:
             numbers = called.added_to(operator) if part == "step" else batch.parts
             call = OperatorCall(operator, numbers, loss or "", part, parts)
             with self._ranks.exchange():
-                (run,) = (each for each in called.add(call) if isinstance(each, Run))
+                *_, run = (each for each in called.add(call) if isinstance(each, Run))
                 self._ranks.send({**call.message, "do": "call"})
-            number = called.num_runs - 1
+            number = called.num_calls - 1
         return Metrics(self, batch, number) if run.operator.kind in ("train", *get_args(TrainPart)) else batch
 
     def _parts(self, operator: str, batch: CalledBatch, protocol: SplitPrompts) -> PromptParts:
@@ -299,7 +299,7 @@ class Session:
     def statistics(self, batch: CalledBatch, number: int) -> dict[str, float]:
         """Return the metrics of a call of this step by its number. Waits until it has run."""
         with self._ranks.call():
-            most = self._current(batch).called.num_runs
+            most = self._current(batch).called.num_calls
             if not isinstance(number, int) or not 0 <= number < most:
                 raise UserError(
                     f"session: step {batch.step} has {counted(most, 'call')}, from 0, found {named(number)}"
@@ -362,7 +362,6 @@ def _check_callable(plan: Plan) -> None:
     moved = [each for each in listed if isinstance(each, Offload | Reload | Release)]
     for setting, is_set, instead in (
         ("schedule.lag", plan.schedule.lag, "use 0"),
-        ("schedule.num_chunks", plan.batch.num_chunks > 1, "use 1, and call operators on parts of a batch"),
         ("algorithm.dynamic_sampling", plan.batch.attempts > 1, "remove it"),
         ("rollout.segment_tokens", plan.batch.segments > 1, "remove it"),
         ("environment", spec.environment is not None, "remove it"),

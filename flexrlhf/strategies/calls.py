@@ -18,7 +18,7 @@ from flexrlhf.operators.graph import LOSSES, Graph, Operator, TrainPart, is_own
 from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placement import Placement
 from flexrlhf.placement.protocols import PromptParts, TransferProtocol
-from flexrlhf.strategies.instructions import Instruction, Run
+from flexrlhf.strategies.instructions import Instruction
 from flexrlhf.strategies.schedule import Builder, OperatorTask
 from flexrlhf.text import mini_batches_text
 
@@ -62,6 +62,7 @@ class CalledStep:
     added:         role → the training and the mini-batches whose gradients await an optimizer step.
     updated:       training → the mini-batches with an optimizer step.
     instructions:  of the calls so far.
+    num_calls:     number of these.
     """
 
     graph: Graph
@@ -72,6 +73,7 @@ class CalledStep:
     added: dict[str, tuple[str, range]] = field(default_factory=dict)
     updated: dict[str, set[int]] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
+    num_calls: int = 0
 
     @classmethod
     def begin(
@@ -81,13 +83,34 @@ class CalledStep:
         return cls(graph, Builder(placement, shape), () if before is None else tuple(before.called))
 
     def add(self, call: OperatorCall) -> list[Instruction]:
-        """Return the instructions of a call: moves to it, its run, and moves from it to calls that are expected.
+        """Return the instructions of a call: for each chunk of it moves to it, its run, and moves from it to calls that
+        are expected.
 
         Raises UserError for a call that this step cannot have.
         """
         operator = self.operator(call)
         self._check_columns(operator, call)
         self._count_gradients(operator, call)
+        added = [
+            each for chunk in self._chunks(call) for each in self._added(operator, replace(call, mini_batches=chunk))
+        ]
+        if operator.kind in ("train", "step"):
+            self.updated.setdefault(call.operator, set()).update(call.mini_batches)
+        self.instructions += added
+        self.num_calls += 1
+        return added
+
+    def _chunks(self, call: OperatorCall) -> list[range]:
+        """Return the mini-batches of a call by chunks, as in a schedule (``schedule.num_chunks``): ranks that read one
+        work while the next is computed."""
+        placement, shape = self.builder.placement, self.builder.shape
+        if call.parts or call.part == "step" or call.operator in placement.whole_step(self.graph):
+            return [call.mini_batches]
+        chunks = (common_range(shape.chunk(index), call.mini_batches) for index in range(shape.num_chunks))
+        return [chunk for chunk in chunks if chunk]
+
+    def _added(self, operator: Operator, call: OperatorCall) -> list[Instruction]:
+        """Return the instructions of a call without cuts."""
         task = OperatorTask(operator, self.graph.waves[call.operator], None, 0, called=call.mini_batches)
         tasks = chain.from_iterable(self.written.get(name, ()) for name in operator.reads)
         writers = dict.fromkeys(
@@ -103,13 +126,9 @@ class CalledStep:
         self.builder.placement = planned
         for name in operator.writes:
             self.written.setdefault(name, []).append(task)
-        if operator.kind in ("train", "step"):
-            self.updated.setdefault(call.operator, set()).update(call.mini_batches)
         if not call.parts:
             self.called[task] = None
-        added = [*moves, run, *self.builder.moves([task], self.expected)]
-        self.instructions += added
-        return added
+        return [*moves, run, *self.builder.moves([task], self.expected)]
 
     def has(self, column: str, mini_batches: range) -> bool:
         """Whether ``column`` of all of ``mini_batches`` is of the data or written."""
@@ -146,11 +165,6 @@ class CalledStep:
         if found is None:
             raise UserError(f"session: optim_step({operator!r}) without a loss; call forward_backward before it")
         return found
-
-    @property
-    def num_runs(self) -> int:
-        """Number of its calls."""
-        return sum(isinstance(each, Run) for each in self.instructions)
 
     @property
     def changes_models(self) -> bool:

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import tensor
 
 from flexrlhf.data.examples import EXAMPLES
-from flexrlhf.metrics import METRICS
+from flexrlhf.metrics import METRICS, Triple
 from flexrlhf.placement.groups import Group
 from flexrlhf.runs.recorded_columns import RecordedColumns
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
@@ -76,8 +76,8 @@ class CalledTrainer:
         self._called = self._new_step(None)
         # whether the program is in the middle of a step, and values of the controllers before it
         self._is_open, self._states = False, dict(trainer.controllers.states)
-        # position and run of each call of the step, and its message
-        self._runs: list[tuple[int, Run]] = []
+        # positions and runs of each call of the step, and its message
+        self._runs: list[list[tuple[int, Run]]] = []
         self._messages: list[CallMessage] = []
         if rank.rank == 0:
             # of a program that was killed in the middle of a step
@@ -142,6 +142,7 @@ class CalledTrainer:
             Path(path).unlink()
 
     def _call(self, call: OperatorCall) -> None:
+        self._runs.append([])
         for instruction in self._called.add(call):
             if isinstance(instruction, Move):
                 group = Group("move", instruction.ranks)
@@ -150,7 +151,7 @@ class CalledTrainer:
                 self._trainer.rows.put_inputs_of(instruction, self._next_step)
             position = self._execute(instruction)
             if isinstance(instruction, Run):
-                self._runs.append((position, instruction))
+                self._runs[-1].append((position, instruction))
 
     def _around(self, before: bool) -> bool:
         """Execute what stands around the calls of a step; return whether a checkpoint was among it."""
@@ -213,10 +214,12 @@ class CalledTrainer:
             self._feed.reply(blobs)
 
     def _send_statistics(self, number: int) -> None:
-        """Send the metrics of a call of this step to the program, once its model's first rank has published them."""
+        """Send the metrics of a call of this step to the program, once its model's first rank has published those of
+        each chunk."""
         if self._rank.rank == 0:
-            position, run = self._runs[number]
-            found = self._trainer.results.recorder.read(self._next_step, position, run)
+            found: dict[str, Triple] = {}
+            for position, run in self._runs[number]:
+                METRICS.add(found, self._trainer.results.recorder.read(self._next_step, position, run))
             if run.operator.kind == "loss":
                 found = {name.removeprefix(f"{run.operator.name}/"): value for name, value in found.items()}
             self._feed.reply([json.dumps(METRICS.evaluate(found)).encode()])

@@ -61,7 +61,7 @@ class Trainer:
         """
         self.plan, self._rank, self._models, self._copies = rank.plan, rank, rank.models, rank.copies
         self._start = ANEW if start is None else start.run_start(rank.plan)
-        self._calls = LoopCalls()
+        self._calls, self._is_planned = LoopCalls(), steps is None
         self._operators = make_operator_context(rank)
         self.rows, self._syncs = StepRows(rank, self._start), WeightSyncs(rank, self._start)
         self.controllers = Controllers(rank.plan)
@@ -194,7 +194,9 @@ class Trainer:
             work = execution.work = replace(work, examples=self.rows.take_examples(work, step))
         for observer in self._observers:
             observer.arrived(execution)
-        ahead = [replace(work, mini_batches=later) for later in self.plan.ahead(run)]
+        # a program may come to no later chunk, or train before it
+        later_chunks = self.plan.ahead(run) if self._is_planned else []
+        ahead = [replace(work, mini_batches=later) for later in later_chunks]
         before = self.rows.carried_to(step) if run.operator.carries else None
         execution.moments = run_operator(work, store, self._operators.at(step), ahead, before)
         if run.operator.kind in ("train", "step"):

@@ -24,6 +24,7 @@ from flexrlhf.strategies.instructions import Run
 
 pytestmark = pytest.mark.timeout(600)
 PPO, GRPO, REMAX = Case("ptx", "halves", 2), Case("grpo-alone", "six", 2), Case("remax-masked", "pairs", 2)
+CHUNKED = Case("adaptive", "six-chunks", 2)
 SPLIT = Case("grpo-uneven", "co-located", 2)
 
 
@@ -59,7 +60,7 @@ def assert_same_bits(found: Outcome, planned: Outcome) -> None:
     assert RunDirectory(found.directory).outcomes.read() == RunDirectory(planned.directory).outcomes.read()
 
 
-@pytest.mark.parametrize("case", params([PPO, GRPO, REMAX], [PPO, GRPO, REMAX]))
+@pytest.mark.parametrize("case", params([PPO, GRPO, REMAX, CHUNKED], [PPO, GRPO, REMAX]))
 def test_calls_have_the_bits_of_the_graph(launches: Launches, case: Case, tmp_path: Path) -> None:
     """PPO and ReMax call by call; GRPO with copies that follow by syncs, trained by primitives."""
     main(str(written(launches, case, tmp_path, "called")), "joined" if case == GRPO else "")
