@@ -312,12 +312,39 @@ class TrainingState:
     numbers: Mapping[str, float]
 
 
+class RowSource(Protocol):
+    """Source of the rows that one call of ``Engine.advance`` samples from, each of them as often as it goes on.
+
+    An engine calls it from the thread of its own call, between two passes. Ranks whose engine decodes in rounds call it
+    equally often, and the ranks of a replica receive the same rows from it.
+    """
+
+    most_rows: int
+    """Rows that are out at a time at most: returned by ``due``, and not received back."""
+
+    def due(self, wait: bool) -> Batch | None:
+        """Return the rows to sample from now, as a batch for ``generate``; None: no further row goes on.
+
+        A row that was received may come again, as a continuation. ``wait``: whether to wait until a row is due, because
+        the engine has none; else the batch may be empty.
+        """
+        ...
+
+    def receive(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
+        """Receive rows of an earlier ``due`` whose responses have ended or have their ``most_tokens``.
+
+        batch:    these rows, with the columns that ``due`` returned.
+        columns:  of ``generate`` (n, ...).
+        """
+        ...
+
+
 class Engine(Protocol):
     """One placed model on this rank.
 
-    All ranks of the model call ``generate``, ``forward``, ``train``, ``backward``, ``step``, ``losses`` and ``close``
-    in the same order, also those with an empty batch: these may communicate. The other methods concern this rank alone
-    and do not.
+    All ranks of the model call ``generate``, ``advance``, ``forward``, ``train``, ``backward``, ``step``, ``losses``
+    and ``close`` in the same order, also those with an empty batch: these may communicate. The other methods concern
+    this rank alone and do not.
     """
 
     config: Any
@@ -345,13 +372,23 @@ class Engine(Protocol):
                           experts (layers, k), in 8 bits where these suffice, else in 16; B bytes together.
 
         A batch with ``responses`` (n, R) and their ``response_mask`` continues these. Log-probs are then of the new
-        tokens alone. Further columns of it, int64 (n,), each with a default:
+        tokens alone, experts also of the ones before, which this call has read. Further columns of the batch, int64
+        (n,), each with a default:
 
         noise_step:     step of each row's noise; that of ``sampling``.
         searched_from:  its tokens that stop strings are not searched in; 0.
         most_tokens:    its new tokens at most, 1 or more; to the end of the response.
         """
         ...
+
+    def advance(self, source: RowSource, sampling: Sampling) -> None:
+        """Sample from the rows of ``source`` until none goes on; each row gets the tokens of ``generate``.
+
+        Here in rounds: the rows that are due are decoded to the last end. An engine that takes rows while it decodes
+        others returns each to ``source`` when it has ended, so that the row goes on meanwhile.
+        """
+        while (batch := source.due(wait=True)) is not None:
+            source.receive(batch, self.generate(batch, sampling))
 
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
         """Compute ``columns`` of every row in one pass, without gradients.

@@ -120,7 +120,6 @@ class Decoding:
         self._logprobs = torch.zeros(len(batch), most + 1, device=device)
         self._experts = torch.zeros(0)
         if routers is not None:
-            assert "responses" not in batch.columns, "experts are recorded of responses that are generated whole"
             shape = (len(batch), self._contexts.tokens.shape[1] + max_tokens, routers.layers, routers.top)
             self._experts = torch.zeros(shape, dtype=routers.dtype, device=device)
         self._lengths = self._limits.clone()
@@ -170,8 +169,12 @@ class Decoding:
         """Return the column of experts, 0 at padding and at the last token of each row, which no pass has read."""
         if self._routers is None:
             return {}
-        was_read = pad(text_mask[:, 1:], (0, 1)) * text_mask
-        return {Column.EXPERTS: (self._experts * was_read[:, :, None, None]).flatten(1).view(torch.uint8)}
+        was_read, (rows, width) = pad(text_mask[:, 1:], (0, 1)) * text_mask, text_mask.shape
+        # contexts end in one column, prompts in the one before responses
+        first = self._contexts.tokens.shape[1] - (width - self._max_tokens) - self._contexts.lengths
+        places = torch.arange(width, device=text_mask.device) + first[:, None]
+        experts = self._experts[torch.arange(rows, device=text_mask.device)[:, None], places]
+        return {Column.EXPERTS: (experts * was_read[:, :, None, None]).flatten(1).view(torch.uint8)}
 
     def _in_slots(self, order: Tensor, num_rows: int) -> Iterator[bool]:
         """Decode the rows ``order``, each as soon as it has a slot."""

@@ -159,7 +159,7 @@ def in_segments(generate: Generate, batch: Batch, sampling: Sampling, tokens: in
         # the tokens before a segment have no log-probs in its call
         made["rollout_logprobs"] += columns["rollout_logprobs"][places]
         for name, values in made.items():
-            columns[name][places] = values
+            columns.setdefault(name, values.new_zeros(n, *values.shape[1:]))[places] = values
     return columns
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from small_models import LENGTHS, TINY, engine_of, likelihood, output, snapshot
+from small_models import LENGTHS, TINY, engine_of, in_segments, likelihood, output, snapshot
 from torch import Tensor
 
 from flexrlhf.engines.base import Batch, Sampling
@@ -95,6 +96,17 @@ def test_a_replay_turns_a_planted_mismatch_to_zero(family: str, settings: dict[s
         assert each is comparing or differing == read
         if "share_prompts" in settings and "window" not in family:
             assert read == layers * (batch["attention_mask"].sum() - len(batch))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "mixtral with a window", "qwen3_moe"])
+def test_experts_of_a_continued_response_are_those_of_all_tokens_that_its_call_has_read(family: str) -> None:
+    """In slots and in waves, with samples that end in other segments."""
+    of = engine(family, "rollout", generate_tokens=40)
+    whole = responses(of)
+    batch = replace(whole, columns={n: whole[n] for n in ("prompts", "prompt_mask")})
+    for tokens in (1, 4, LENGTHS.response):
+        made = in_segments(of.generate, batch, SAMPLING, tokens, LENGTHS.response)
+        assert torch.equal(made["experts"], whole["experts"]) and torch.equal(made["tokens"], whole["tokens"])
 
 
 def test_in_bfloat16_a_replay_leaves_rounding_alone() -> None:
