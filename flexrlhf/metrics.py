@@ -507,12 +507,7 @@ _DEFINED = (
         "tokens_per_second",
         "response tokens of the step / seconds; sft: tokens trained on; without either left out",
     ),
-    Metric("time_generate", "time_generate", f"{SHARE_OF_TIME} generation"),
-    Metric(
-        "time_interact",
-        "time_interact",
-        f"{SHARE_OF_TIME} starting calls of environments; waiting for their replies is time_wait",
-    ),
+    Metric("time_generate", "time_generate", f"{SHARE_OF_TIME} generation, replies of environments included"),
     Metric("time_forward", "time_forward", f"{SHARE_OF_TIME} forward passes of models: log-probs, values, scores"),
     Metric("time_score", "time_score", f"{SHARE_OF_TIME} reward functions, services and rules"),
     Metric("time_train", "time_train", f"{SHARE_OF_TIME} training: forward, backward, gradients, optimizer"),

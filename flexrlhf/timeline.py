@@ -174,12 +174,10 @@ class Trace:
 
     spans:  of all ranks; those of a file are in seconds from the first one's start
     facts:  weights of each rank, device classes, ...: its ``otherData``
-    ranks:  rows from this one on are of environments; None: none are
     """
 
     spans: Sequence[Span]
     facts: dict[str, Any]
-    ranks: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -207,7 +205,7 @@ class Trace:
         path.write_text(json.dumps({"traceEvents": names + events, "otherData": self.facts}))
 
     def _row_name(self, rank: int) -> str:
-        return f"rank {rank}" if self.ranks is None or rank < self.ranks else f"environments {rank - self.ranks}"
+        return f"rank {rank}"
 
 
 def _event(span: Span, origin: float) -> dict[str, Any]:

@@ -65,8 +65,6 @@ class Qualifier(StrEnum):
     GENERATED:    that are generated where the data set has responses, too
     MISMATCHED:   of responses to other prompts than their own
     PTX:          of pretraining texts
-    OPENED:       of prompts as an episode begins
-    TURN:         of a response before its last turn has a reply
     ENVIRONMENT:  that environments write
     """
 
@@ -74,8 +72,6 @@ class Qualifier(StrEnum):
     GENERATED = "drawn"
     MISMATCHED = "mismatched"
     PTX = "ptx"
-    OPENED = "opened"
-    TURN = "turn"
     ENVIRONMENT = "environment"
 
 

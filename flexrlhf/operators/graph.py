@@ -11,7 +11,7 @@ from flexrlhf.operators.columns import TEXT, Column, Qualifier, Quantity
 
 CallKind = Literal["generate", "forward", "train"]
 """Kind of a model's call."""
-GraphKind = CallKind | Literal["interact", "score", "retokenize", "combine"]
+GraphKind = CallKind | Literal["score", "retokenize", "combine"]
 """Kind of an operator of a graph."""
 TrainPart = Literal["loss", "backward", "step"]
 """Part of a train that a program calls by itself: its loss in a forward pass, its gradients, its optimizer step."""
@@ -37,16 +37,17 @@ class Operator:
     """One step of an algorithm: a model call, or a computation next to a model.
 
     A combine is mathematics on columns; a score calls functions and services; a retokenize encodes texts for a model
-    with another tokenizer; an interact calls the environments of the rows. A program may call a train by parts
+    with another tokenizer. A program may call a train by parts
     (strategies/calls.py).
 
     name:         unique in the graph.
-    kind:         generate, forward, train, interact, score, retokenize, combine, or a part of a train.
+    kind:         generate, forward, train, score, retokenize, combine, or a part of a train.
     role:         the role whose model computes it, or on whose ranks it runs.
     reads:        columns that it reads.
     writes:       columns that it writes; none for a train and for statistics.
     function:     the mathematics of a combine, the loss of a train (objectives/functions.py), the section of the YAML
-                  with the sources of a score, or the role that a retokenize encodes for.
+                  with the sources of a score, or with the environment that replies to a generate, or the role that
+                  a retokenize encodes for.
     quantities:   outputs of the model that the loss of a train reads.
     compares:     whether the loss of a train compares the responses to a prompt; None: as ``LOSSES`` has it. Of a
                   forward: whether a train on the same sequences does, so that both make the same passes.
@@ -66,8 +67,6 @@ class Operator:
     is_by_row:    samples of a prompt may be missing, since they are trained on in other steps.
     is_repeated:  it runs once for each attempt of dynamic sampling, on the rows of that attempt.
     earlier:      columns that it also reads of the rows of earlier attempts.
-    turns:        times that it runs in a step, taking turns with the other operator that has some; 0: once.
-    continues:    columns that it also reads as the other one has left them in the turn before.
     """
 
     KINDS: ClassVar[tuple[str, ...]] = tuple(kind for choice in get_args(GraphKind) for kind in get_args(choice))
@@ -96,8 +95,6 @@ class Operator:
     is_by_row: bool = False
     is_repeated: bool = False
     earlier: tuple[str, ...] = ()
-    turns: int = 0
-    continues: tuple[str, ...] = ()
 
     @property
     def stored_columns(self) -> tuple[str, ...]:
@@ -106,8 +103,8 @@ class Operator:
 
     @property
     def of_whole_responses(self) -> Operator:
-        """The operator that generates whole responses in place of one that generates a turn."""
-        return replace(GENERATE, role=self.role) if self.turns else self
+        """The operator that generates responses without replies in place of one that plays episodes."""
+        return replace(GENERATE, role=self.role) if self.has_replies else self
 
     @property
     def with_own_routers(self) -> Operator:
@@ -162,18 +159,14 @@ class Operator:
         return self.kind == "generate" and not self.is_greedy
 
     @property
-    def completes_responses(self) -> bool:
-        """Whether the responses that are trained on are as it writes them: by the last turn, if it has several."""
-        return self.kind == "interact" if self.turns else self.samples_responses
-
-    def goes_on(self, turn: int) -> bool:
-        """Whether a later turn changes the columns that it writes in ``turn``."""
-        return turn + 1 < self.turns
+    def has_replies(self) -> bool:
+        """Whether environments reply to the responses that it samples."""
+        return self.kind == "generate" and self.function == ENVIRONMENT
 
     @property
     def reads_texts(self) -> bool:
         """Whether it reads the rows of the data set as text."""
-        return self.kind in ("interact", "score", "retokenize")
+        return self.has_replies or self.kind in ("score", "retokenize")
 
     @property
     def reads_data(self) -> bool:
@@ -291,6 +284,10 @@ class Graph:
             if operator.barrier or any(parent.name in names for parent in self.parents(operator)):
                 names.add(operator.name)
         return frozenset(names)
+
+
+ENVIRONMENT = "environment"
+"""Section of the YAML with the environment that replies to a generate."""
 
 
 def is_own(function: str) -> bool:

@@ -95,9 +95,9 @@ class Placement:
 
         Else the trained copy trains, the inference copy does the rest; a rollout engine generates and does not forward.
         """
-        role, generates = operator.role, operator.kind in ("generate", "interact")
-        if (name := _name_in_settings(operator)) in self.operators:
-            copy = self[self.operators[name]]
+        role, generates = operator.role, operator.kind == "generate"
+        if operator.name in self.operators:
+            copy = self[self.operators[operator.name]]
             if not (operator.on_trained and (copy.is_kept or copy.rollout is not None)):
                 return copy
         if operator.kind == "train" or operator.on_trained:
@@ -110,7 +110,7 @@ class Placement:
 
     def layout_of(self, operator: PlacedOperator) -> Layout:
         """Return the layout of the rows of ``operator``: its copy's, or the one that its protocol has."""
-        return self.layouts.get(_name_in_settings(operator)) or self.copy_for(operator).layout
+        return self.layouts.get(operator.name) or self.copy_for(operator).layout
 
     def own_splits(self, batch: BatchShape) -> dict[str, list[PromptParts]]:
         """Return the splits of each mini-batch by the functions of a user's, by operator."""
@@ -122,7 +122,7 @@ class Placement:
 
     def pass_tokens_of(self, operator: PlacedOperator) -> int | None:
         """Return the computed tokens of a pass of ``operator``; None: as in the settings of its model."""
-        return self.pass_tokens.get(_name_in_settings(operator))
+        return self.pass_tokens.get(operator.name)
 
     def co_located_pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of placed models that share a device."""
@@ -176,8 +176,3 @@ class Placement:
         scored = {o.role for o in inferring if o.on_trained or not self.copy_for(o).follows}
         scored |= {role for role in graph.roles if not self.inference_copy(role).follows}
         return graph.after_barrier | {o.name for o in graph.operators if o.kind == "train" and o.role in scored}
-
-
-def _name_in_settings(operator: PlacedOperator) -> str:
-    """Return the name by which settings place ``operator``: environments are where the policy's turns are."""
-    return "generate" if operator.kind == "interact" else operator.name

@@ -48,10 +48,10 @@ class EpisodeProcesses:
 
     def _layouts(self) -> tuple[Layout, ...]:
         """Return the layout of the ranks that generate, and of the ranks that evaluate if any do."""
-        interacting = next((each for each in self.plan.graph.operators if each.kind == "interact"), None)
-        if interacting is None:
+        playing = next((each for each in self.plan.graph.operators if each.has_replies), None)
+        if playing is None:
             return ()
-        layouts = self.plan.placement.layout_of(interacting), self.plan.placement[interacting.role].layout
+        layouts = self.plan.placement.layout_of(playing), self.plan.placement[playing.role].layout
         return layouts if self.plan.spec.eval is not None else layouts[:1]
 
     def _of_layout(self, layout: Layout) -> Iterator[tuple[int, int]]:

@@ -1,10 +1,7 @@
 """Episodes (``environment``): the graph rewritten for turns of the policy and replies of an environment.
 
-    reset -> generate -> interact -> generate -> ... -> interact -> log-probs, scores, training as before
-
-``reset`` writes the prompts as the episodes begin. ``generate`` continues each response by a turn, ``interact`` by the
-reply to it, both for the rows whose episode goes on; both write whole responses, in which ``response_mask`` has the
-sampled tokens alone and ``attention_mask`` the replies, too. The last ``interact`` writes what all others read.
+``generate`` plays them: it samples a turn of each row, appends the reply to it, and goes on until the episode ends. It
+writes whole responses, in which ``response_mask`` has the sampled tokens alone and ``attention_mask`` the replies, too.
 """
 
 from __future__ import annotations
@@ -15,8 +12,8 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import Column, Qualifier, qualified
-from flexrlhf.operators.graph import GENERATE, Graph, Operator
+from flexrlhf.operators.columns import Column
+from flexrlhf.operators.graph import ENVIRONMENT, GENERATE, Graph, Operator
 
 LOGPROBS = frozenset(("logprobs", "computed_logprobs", "trainer_logprobs"))
 """Columns of the policy's log-probs that a forward may write."""
@@ -45,60 +42,31 @@ def with_episodes(graph: Graph, spec: Spec) -> Graph:
     _check(graph, spec, environment)
     return replace(
         graph,
-        operators=_with_turns(graph.operators, environment),
-        evaluation=_with_turns(graph.evaluation, environment),
+        operators=_with_replies(graph.operators),
+        evaluation=_with_replies(graph.evaluation),
     )
 
 
-def _with_turns(operators: tuple[Operator, ...], environment: EnvironmentSpec) -> tuple[Operator, ...]:
-    return tuple(
-        each
-        for operator in operators
-        for each in (_turns(operator, environment) if operator.samples_responses else (_of_episodes(operator),))
-    )
+def _with_replies(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    return tuple(each for operator in operators for each in _of_episodes(operator))
 
 
-def _of_episodes(operator: Operator) -> Operator:
-    """Return an operator that reads what it needs of episodes.
+def _of_episodes(operator: Operator) -> tuple[Operator, ...]:
+    """Return an operator that plays episodes, with their statistics, or one that reads what it needs of them.
 
     A forward of the policy's log-probs has them of sampled tokens alone, as generation has; rows whose environment
     failed are not counted; functions receive turns.
     """
+    if operator.samples_responses:
+        played = replace(operator, writes=(*operator.writes, *STATE), function=ENVIRONMENT)
+        return played, replace(EPISODE_STATISTICS, role=operator.role)
     if operator.kind == "forward" and not LOGPROBS.isdisjoint(operator.writes):
-        return replace(operator, reads=(*operator.reads, "response_mask"))
+        return (replace(operator, reads=(*operator.reads, "response_mask")),)
     if "outcome" in operator.writes:
-        return replace(operator, reads=(*operator.reads, "episode"))
+        return (replace(operator, reads=(*operator.reads, "episode")),)
     if operator.kind == "score":
-        return replace(operator, reads=(*operator.reads, Column.TURN_ENDS))
-    return operator
-
-
-def _turns(generate: Operator, environment: EnvironmentSpec) -> tuple[Operator, ...]:
-    """Return the operators that take the place of ``generate``."""
-    opened = qualified(generate.reads, Qualifier.OPENED)
-    reset = replace(generate, name="reset", kind="interact", writes=(*opened, f"episode.{Qualifier.OPENED}"))
-    written = (*generate.writes, *STATE)
-    return (
-        reset,
-        replace(
-            generate,
-            reads=reset.writes,
-            writes=qualified(generate.writes, Qualifier.TURN),
-            suffix=f".{Qualifier.TURN}",
-            turns=environment.max_turns,
-            continues=written,
-        ),
-        replace(
-            generate,
-            name="interact",
-            kind="interact",
-            reads=(*reset.writes, *qualified(generate.writes, Qualifier.TURN)),
-            writes=written,
-            turns=environment.max_turns,
-            continues=written,
-        ),
-        replace(EPISODE_STATISTICS, role=generate.role),
-    )
+        return (replace(operator, reads=(*operator.reads, Column.TURN_ENDS)),)
+    return (operator,)
 
 
 def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:

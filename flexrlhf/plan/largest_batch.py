@@ -141,7 +141,7 @@ class BatchLimits:
 
     def _num_kept(self) -> int:
         """Return the number of batches whose columns exist at a time."""
-        return self.plan.num_steps_kept + 1 + any(operator.turns for operator in self.plan.graph.operators)
+        return self.plan.num_steps_kept + 1
 
 
 def _last(low: int, high: int, fits: Callable[[int], bool]) -> int:

@@ -30,8 +30,8 @@ def with_protocols(placement: Placement, graph: Graph, spec: Spec) -> Placement:
 
     Raises UserError for unknown operators and protocols, and for an operator without the layout that its protocol is.
     """
-    # environments have the rows of generation; moves for what most steps skip would be in every step
-    operators = {each.name: each for each in graph.operators if each.kind != "interact" and not each.is_rare}
+    # moves for what most steps skip would be in every step
+    operators = {each.name: each for each in graph.operators if not each.is_rare}
     found: dict[str, TransferProtocol] = {}
     shape = BatchShape.of(spec)
     layouts: dict[str, Layout] = {}

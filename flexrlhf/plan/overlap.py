@@ -1,8 +1,7 @@
 """Overlap: operators that may run at the same time, since neither a shared rank nor a column orders them.
 
 The schedule is unrolled over three steps; an instruction comes after the one before it on each of its ranks, and after
-whatever writes the columns that it reads. Two runs may overlap when neither comes after the other. Turns of episodes
-are in order on the ranks of their model, so the first and the last stand for those between them.
+whatever writes the columns that it reads. Two runs may overlap when neither comes after the other.
 """
 
 from __future__ import annotations
@@ -71,14 +70,9 @@ def _unroll(schedule: Schedule) -> list[_UnrolledInstruction]:
     for loop in range(STEPS + schedule.lag):
         for instruction in schedule.instructions:
             step = loop - instruction.lag
-            if isinstance(instruction, Run | Sync) and instruction.due(step, STEPS) and not _is_between(instruction):
+            if isinstance(instruction, Run | Sync) and instruction.due(step, STEPS):
                 order.add(instruction, step)
     return order.nodes
-
-
-def _is_between(instruction: Run | Sync) -> bool:
-    """Whether it is a turn between the first and the last."""
-    return isinstance(instruction, Run) and instruction.turn > 0 and instruction.goes_on
 
 
 def overlapping_operators(schedule: Schedule) -> list[str]:

@@ -281,13 +281,8 @@ class Plan:
         return 0 if start is None else start.most_loading_bytes(states)
 
     def row_bytes_in_flight(self, rank: int) -> int:
-        """Return the bytes on ``rank`` of the rows of earlier steps than the newest, which it keeps.
-
-        With episodes also of the newest: responses of many turns are there twice, as the last turn and its reply left
-        them.
-        """
-        has_turns = any(operator.turns for operator in self.graph.operators)
-        return self.row_bytes(rank, self.num_steps_kept + has_turns)
+        """Return the bytes on ``rank`` of the rows of earlier steps than the newest, which it keeps."""
+        return self.row_bytes(rank, self.num_steps_kept)
 
     def row_bytes(self, rank: int, num_kept: int, lengths: Lengths | None = None) -> int:
         """Return the bytes on ``rank`` of the columns of ``num_kept`` batches. ``lengths``: in place of the plan's."""

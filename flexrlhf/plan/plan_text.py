@@ -16,7 +16,6 @@ from flexrlhf.plan.overlap import overlapping_operators
 from flexrlhf.plan.placement_text import NAME_WIDTH, environment_lines, placement_lines
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.preset_text import preset_lines
-from flexrlhf.plan.repeated_turns import repeated_turns
 from flexrlhf.plan.schedule_text import schedule_table
 from flexrlhf.strategies.instructions import Eval, Move, Run, Sync
 from flexrlhf.text import bytes_text, counted, ranks_text, span_of
@@ -57,15 +56,10 @@ def format_short_plan(plan: Plan, width: int) -> str:
     size = plan.device_bytes(memory.rank)
     room = "" if size is None else f"; it has {bytes_text(size)}"
     rows = [(ranks_text(ranks), ", ".join(names)) for ranks, names in by_ranks.items()]
-    steps = (
-        (listed, listed.instruction)
-        for listed in repeated_turns(plan.schedule.instructions)
-        if not isinstance(listed.instruction, Move)
-    )
     labels = Counter(
-        listed.label if isinstance(each, Run) else f"{each.kind} {each.label}"
-        for listed, each in steps
-        if not (isinstance(each, Sync | Eval) and each.at_start)
+        each.label if isinstance(each, Run) else f"{each.kind} {each.label}"
+        for each in plan.schedule.instructions
+        if not (isinstance(each, Move) or (isinstance(each, Sync | Eval) and each.at_start))
     )
     step = [f"{label}{f' x {count}' * (count > 1)}" for label, count in labels.items()]
     rows += [

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.repeated_turns import ListedInstruction, repeated_turns
 from flexrlhf.strategies.instructions import Checkpoint, Eval, Instruction, Move, Offload, Reload, Run, Save, Sync
 from flexrlhf.text import bytes_text, rank_marks
 
@@ -32,23 +31,17 @@ class ScheduleRow:
 
 
 def schedule_rows(plan: Plan) -> list[ScheduleRow]:
-    """Return a row for each instruction, and one for turns that repeat.
-
-    The instructions of an evaluation, for one batch of its rows, follow it.
-    """
+    """Return a row for each instruction; those of an evaluation, for one batch of its rows, follow it."""
     rows = []
-    for listed in repeated_turns(plan.schedule.instructions):
-        rows.append(_row(plan, listed, plan.batch, is_inner=False))
-        evaluation = listed.instruction
-        if isinstance(evaluation, Eval):
-            inner = repeated_turns(evaluation.instructions)
-            rows += [_row(plan, each, evaluation.batch, is_inner=True) for each in inner]
+    for each in plan.schedule.instructions:
+        rows.append(_row(plan, each, plan.batch, is_inner=False))
+        if isinstance(each, Eval):
+            rows += [_row(plan, inner, each.batch, is_inner=True) for inner in each.instructions]
     return rows
 
 
-def _row(plan: Plan, listed: ListedInstruction, batch: BatchShape, is_inner: bool) -> ScheduleRow:
-    each = listed.instruction
-    label = f"{', '.join(each.columns)}  {each.edge}" if isinstance(each, Move) else listed.label
+def _row(plan: Plan, each: Instruction, batch: BatchShape, is_inner: bool) -> ScheduleRow:
+    label = f"{', '.join(each.columns)}  {each.edge}" if isinstance(each, Move) else each.label
     return ScheduleRow(each.ranks, each.kind, label, tuple(_notes(plan, each, batch)), is_inner)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flexrlhf.api import OperatorKind, Plan, Run, Span, WorkKind
+from flexrlhf.api import OperatorKind, Plan, Span, WorkKind
 
 ROLES = {
     "actor": "#3f74b8",
@@ -46,13 +46,12 @@ _SHADES = {
     "train": -0.28,
     "combine": 0.62,
     "score": 0.45,
-    "interact": 0.45,
     "retokenize": 0.62,
 }
 """Part of white that is mixed into the colour of a role; of black if it is negative."""
 PART_OF: Mapping[WorkKind, str] = {
     **{kind: kind.text for kind in (WorkKind.GENERATE, WorkKind.FORWARD, WorkKind.TRAIN)},
-    **dict.fromkeys((WorkKind.SCORE, WorkKind.COMBINE, WorkKind.INTERACT), "scores and combines"),
+    **dict.fromkeys((WorkKind.SCORE, WorkKind.COMBINE), "scores and combines"),
     **dict.fromkeys((WorkKind.MOVE, WorkKind.SYNC, WorkKind.OFFLOAD), "moves and syncs"),
     **dict.fromkeys((WorkKind.EVALUATE, WorkKind.SAVE), "evaluation and saving"),
 }
@@ -124,7 +123,7 @@ class InstructionStyles:
 
 
 def _operator_and_model(label: str) -> tuple[str, str]:
-    name, _, model = Run.without_turn(label).partition(" on ")
+    name, _, model = label.partition(" on ")
     return name, model
 
 
@@ -136,4 +135,4 @@ def _guessed_kind(name: str) -> OperatorKind:
     """Return the kind of an operator of an unknown graph, by its name."""
     if name.startswith("train_"):
         return "train"
-    return "generate" if name == "generate" else "interact" if name == "interact" else "forward"
+    return "generate" if name == "generate" else "forward"

@@ -16,7 +16,6 @@ from typing import Any
 from flexrlhf.api import (
     METRICS,
     OperatorKind,
-    Run,
     SettingDifference,
     Span,
     WorkKind,
@@ -328,7 +327,7 @@ def mean_times(spans: Sequence[Span], kinds: Mapping[str, OperatorKind]) -> Step
     steps, start, end = range(times[0].step, times[-1].step + 1), times[0].start, times[-1].end
 
     def work(span: Span) -> WorkKind:
-        return WorkKind.of(span.kind, kinds.get(Run.without_turn(span.label).rpartition(" on ")[0]))
+        return WorkKind.of(span.kind, kinds.get(span.label.rpartition(" on ")[0]))
 
     ranks = busy_seconds(spans, start, end, work)
     sums = {kind: sum(seconds.get(kind, 0.0) for seconds in ranks.values()) for kind in WorkKind}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -80,8 +79,7 @@ class Instruction:
 
     @property
     def proceeds_in_background(self) -> bool:
-        """Whether ranks begin it and go on: rows that move, weights that are stored when they are used, replies of
-        environments."""
+        """Whether ranks begin it and go on: rows that move, weights that are stored when they are used."""
         return False
 
 
@@ -136,7 +134,6 @@ class Run(Instruction):
     """One operator on one placed model, over whole mini-batches, or on the rows of one ``attempt`` of them.
 
     layout:     how its rows are split over its ranks: as of the model, unless a protocol splits them.
-    turn:       of an operator with several; 0 of others.
     tokens:     computed tokens of a pass; None: as in the settings of the model.
     """
 
@@ -145,13 +142,11 @@ class Run(Instruction):
     layout: Layout
     mini_batches: range
     attempt: int | None = None
-    turn: int = 0
     tokens: int | None = None
 
     @property
     def uses(self) -> tuple[ModelName, ...]:
-        # environments reply without the policy's weights
-        return () if self.operator.kind == "interact" else (self.model,)
+        return (self.model,)
 
     @property
     def period(self) -> int:
@@ -160,15 +155,6 @@ class Run(Instruction):
     @property
     def is_rare(self) -> bool:
         return self.operator.is_rare
-
-    @property
-    def proceeds_in_background(self) -> bool:
-        return self.operator.kind == "interact"
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a later turn changes the columns that it writes."""
-        return self.operator.goes_on(self.turn)
 
     @property
     def is_statistic(self) -> bool:
@@ -180,17 +166,10 @@ class Run(Instruction):
         return common_range(self.mini_batches, other.mini_batches)
 
     def reads_from(self, writer: Run) -> bool:
-        """Whether it reads a column that ``writer`` writes, of mini-batches that both work on.
-
-        Operators without turns read columns of the last turn alone.
-        """
-        if writer.goes_on and not self.operator.turns:
-            return False
+        """Whether it reads a column that ``writer`` writes, of mini-batches that both work on."""
         if not self.common_mini_batches(writer):
             return False
         reads = self.operator.columns_read(self.attempt, writer.attempt)
-        if self.operator.turns and writer.operator.turns and writer.turn != self.turn:
-            reads = self.operator.continues if writer.turn == self.turn - 1 else ()
         return not set(writer.operator.writes).isdisjoint(reads)
 
     def due(self, step: int, steps: int) -> bool:
@@ -198,17 +177,7 @@ class Run(Instruction):
 
     @property
     def label(self) -> str:
-        return self.turns_label(self.turn)
-
-    def turns_label(self, last: int) -> str:
-        """Return its label, as one of all turns up to ``last``."""
-        turn = f"turn {self.turn}" if last == self.turn else f"turns {self.turn}-{last}"
-        return f"{self.operator.name}{f', {turn},' if self.operator.turns else ''} on {self.model}"
-
-    @staticmethod
-    def without_turn(label: str) -> str:
-        """Return ``generate on actor`` for the label ``generate, turn 3, on actor`` of a Run; others as they are."""
-        return re.sub(r", turn \d+,", "", label)
+        return f"{self.operator.name} on {self.model}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,7 +380,6 @@ class WorkKind(StrEnum):
     """Kind of work that ranks spend their time on, in the order of figures and tables."""
 
     GENERATE = "generate"
-    INTERACT = "interact"
     FORWARD = "forward"
     SCORE = "score"
     TRAIN = "train"
@@ -439,7 +407,6 @@ class WorkKind(StrEnum):
 
 _TEXTS: Mapping[str, str] = {
     WorkKind.GENERATE: "generation",
-    WorkKind.INTERACT: "environments",
     WorkKind.FORWARD: "forward passes",
     WorkKind.SCORE: "functions, services and rules",
     WorkKind.TRAIN: "training",

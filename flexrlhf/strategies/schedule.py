@@ -110,11 +110,11 @@ class Schedule:
         """Return the mini-batches of the chunks that follow ``run`` in ``instructions`` before its model is offloaded;
         none for a run that a program calls.
 
-        Rows of a later attempt depend on the scores of an earlier one; chunks of episodes take turns, so that one
-        generates while the environments of another reply.
+        Rows of a later attempt depend on the scores of an earlier one; episodes of a later chunk begin when those of
+        an earlier one have ended.
         """
         chunks: list[range] = []
-        is_alone = run.attempt is not None or run.operator.turns > 0 or run not in self.instructions
+        is_alone = run.attempt is not None or run.operator.has_replies or run not in self.instructions
         for instruction in () if is_alone else self.instructions[self.instructions.index(run) + 1 :]:
             if isinstance(instruction, Offload) and instruction.model == run.model:
                 break
@@ -151,7 +151,6 @@ class OperatorTask:
     tick:        wave + chunk: tasks of one tick may overlap.
     is_awaited:  a child process computes it.
     is_attempt:  whether its chunk is an attempt.
-    turn:        of an operator with several.
     called:      mini-batches that a program calls it on; None: by its chunk.
     """
 
@@ -161,13 +160,7 @@ class OperatorTask:
     tick: int
     is_awaited: bool = False
     is_attempt: bool = False
-    turn: int = 0
     called: range | None = None
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a later turn changes the columns that it writes."""
-        return self.operator.goes_on(self.turn)
 
     @property
     def attempt(self) -> int | None:
@@ -176,7 +169,7 @@ class OperatorTask:
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        feeds_others = self.wave == 0 or self.operator.turns > 0
+        feeds_others = self.wave == 0
         return self.tick, feeds_others == self.is_awaited, -self.wave
 
 
@@ -185,12 +178,10 @@ def make_tasks(
 ) -> list[OperatorTask]:
     """Return tasks in schedule order: by tick, inside it generation, then the deepest wave, then in graph order.
 
-    Attempts of dynamic sampling follow one another, and all other operators the last of them. So do turns of episodes,
-    of which each chunk has one before any has the next.
+    Attempts of dynamic sampling follow one another, and all other operators the last of them.
     """
     whole = placement.whole_step(graph)
-    num_turns, chunks = max((operator.turns for operator in graph.operators), default=0), shape.num_chunks
-    opening = {parent.name for each in graph.operators if each.turns for parent in graph.parents(each)}
+    chunks = shape.num_chunks
     taken = [graph.waves[operator.name] for operator in graph.operators if operator.is_repeated]
     depth = max(taken, default=-1) + 1
     tasks = []
@@ -207,17 +198,7 @@ def make_tasks(
         is_whole = operator.name in whole or chunks == 1
         for chunk in (None,) if is_whole else range(chunks):
             number = chunks - 1 if chunk is None else chunk
-            if operator.turns:
-                tasks += [
-                    OperatorTask(operator, wave, chunk, wave + 2 * (chunks * turn + number), awaited, turn=turn)
-                    for turn in range(num_turns)
-                ]
-            else:
-                passed = number
-                if num_turns and operator.name not in opening:
-                    # in the tick in which the next chunk calls for its last replies
-                    passed = 2 * (chunks * (num_turns - 1) + number) + 1
-                tasks.append(OperatorTask(operator, wave, chunk, wave + passed, awaited))
+            tasks.append(OperatorTask(operator, wave, chunk, wave + number, awaited))
     return sorted(tasks, key=lambda task: task.order)
 
 
@@ -250,25 +231,13 @@ class Builder:
     known: dict[object, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def emit(self, tasks: list[OperatorTask]) -> list[Instruction]:
-        """Return, wave by wave and chunk by chunk, the runs, then the moves of their columns to later readers.
-
-        What environments write moves when it is first read, since a move waits for them: the next chunk comes before.
-        """
+        """Return, wave by wave and chunk by chunk, the runs, then the moves of their columns to later readers."""
         out: list[Instruction] = []
-        pending: dict[int, list[Move]] = {}
-        # all turns of an operator read the same
-        readers = [task for task in tasks if task.turn == 0]
-        for (tick, *_), wave in groupby(tasks, key=lambda task: task.order):
+        for _, wave in groupby(tasks, key=lambda task: task.order):
             members = list(wave)
-            if not members[0].operator.turns:
-                out += _taken_before(tick, pending)
             out += [self.run(task) for task in members]
-            moves = self.moves(members, readers)
-            if any(task.operator.kind == "interact" for task in members):
-                pending.setdefault(tick, []).extend(moves)
-            else:
-                out += moves
-        return [*out, *(each for moves in pending.values() for each in moves)]
+            out += self.moves(members, tasks)
+        return out
 
     def run(self, task: OperatorTask) -> Run:
         """Return the Run of ``task`` and record the columns that its ranks now have."""
@@ -288,7 +257,6 @@ class Builder:
             mini_batches=mini_batches,
             chunk=task.chunk,
             attempt=task.attempt,
-            turn=task.turn,
             tokens=self.placement.pass_tokens_of(task.operator),
         )
 
@@ -299,8 +267,6 @@ class Builder:
         """
         bundles: dict[tuple[int | None, Readers], list[tuple[str, OperatorTask]]] = defaultdict(list)
         for writer in writers:
-            if writer.goes_on:
-                continue
             for column in writer.operator.writes:
                 lacking = [r for r in readers if self._lacks(column, r, writer)]
                 if lacking:
@@ -415,14 +381,6 @@ def emitted(placement: Placement, shape: BatchShape, tasks: Sequence[OperatorTas
 @lru_cache(maxsize=16)
 def _emitted(emission: _Emission) -> tuple[Instruction, ...]:
     return tuple(Builder(emission.placement, emission.shape).emit([*emission.tasks]))
-
-
-def _taken_before(tick: int, pending: dict[int, list[Move]]) -> list[Move]:
-    """Take the moves of replies that operators of ``tick`` may read out of ``pending``, which has them by tick.
-
-    Replies to a chunk are read two ticks later at the earliest; those of the tick before are of the next chunk.
-    """
-    return [move for earlier in [each for each in pending if each + 1 < tick] for move in pending.pop(earlier)]
 
 
 def checkpoints(placement: Placement, spec: Spec, lag: int) -> list[Instruction]:

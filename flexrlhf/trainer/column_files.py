@@ -36,7 +36,7 @@ class ColumnFiles(Observer):
     def computed(self, execution: Execution) -> None:
         """Write the columns that the operator has written; the first rank of a replica does for all of its ranks."""
         work = execution.work
-        if work.operator.writes and not work.goes_on and work.layout.is_first_of_replica(self._rank.rank):
+        if work.operator.writes and work.layout.is_first_of_replica(self._rank.rank):
             self._write(execution, work.operator.writes)
 
     def _write(self, execution: Execution, names: Sequence[str], arrived: bool = False) -> None:
@@ -58,5 +58,5 @@ class Replay(Observer):
     def computed(self, execution: Execution) -> None:
         """Replace the columns that a generate has written."""
         work = execution.work
-        if work.operator.completes_responses and not work.goes_on and execution.inner is None:
+        if work.operator.samples_responses and execution.inner is None:
             self._recorded.replay(work.operator, execution.step, work.rows, execution.store)

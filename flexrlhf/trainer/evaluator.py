@@ -52,9 +52,7 @@ class Evaluator:
     def _work(self, run: Run, batches: range, rows: EvaluationRows) -> OperatorRun:
         """Return the operator of ``run`` over ``batches``."""
         model, rank, examples = self._context.models[run.model], self._context.rank, self._context.data.evaluation
-        return OperatorRun(
-            *(run.operator, model, run.layout, rows.shape, batches, rank, examples), turn=run.turn, tokens=run.tokens
-        )
+        return OperatorRun(*(run.operator, model, run.layout, rows.shape, batches, rank, examples), tokens=run.tokens)
 
 
 class EvaluationRows:

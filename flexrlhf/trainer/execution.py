@@ -34,7 +34,6 @@ class OperatorRun:
     examples:      of the prompts of ``shape``, for an operator that reads them as text; in an attempt, of its prompts.
     state:         values of the operator's controllers.
     attempt:       that it works on; None: on the rows of all.
-    turn:          of an operator with several.
     tokens:        computed tokens of a pass; None: as in the settings of the model.
     """
 
@@ -47,13 +46,7 @@ class OperatorRun:
     examples: Sequence[Example] | Mapping[int, Example] = ()
     state: Mapping[str, float] = field(default_factory=dict)
     attempt: int | None = None
-    turn: int = 0
     tokens: int | None = None
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether a later turn changes the columns that it writes."""
-        return self.operator.goes_on(self.turn)
 
     def rows_of(self, mini_batches: range) -> tuple[int, ...]:
         """Return the rows of ``mini_batches`` on this rank."""

@@ -146,7 +146,7 @@ class SampledCheck:
         if model.placed.name not in self.models:
             return
         kept, rows = f"{SAMPLED}.{model.placed.name}", batch.rows.tolist()
-        if operator.completes_responses:
+        if operator.samples_responses:
             store.put(kept, rows, columns[SAMPLED])
             store.put(f"response_mask.{kept}", rows, columns["response_mask"])
             return
@@ -189,19 +189,14 @@ def mean_limit(settings: ModelSpec, temperature: float, sent: Dtype | None = Non
 
 
 def make_sampled_check(plan: Plan, decode: Callable[[Sequence[int]], str]) -> SampledCheck | None:
-    """Return the check of a run; None unless transformers samples from the policy itself, and trains on its samples.
-
-    Turns of which no log-probs are kept are not compared.
-    """
+    """Return the check of a run; None unless transformers samples from the policy itself, and trains on its samples."""
     guards, algorithm = plan.spec.guards, plan.spec.algorithm
     if guards.sampled_logprobs == "off" or plan.spec.rollout.has_copy or plan.spec.debug.replay is not None:
         return None
     if not isinstance(algorithm, SampledSpec) or algorithm.is_cut:
         return None
     runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
-    whole = [run for run in runs if run.operator.completes_responses]
-    kept = [run for run in whole if not run.operator.turns or {SAMPLED, COMPUTED} & set(run.operator.writes)]
-    sampling = {(run.model, run.layout) for run in kept}
+    sampling = {(run.model, run.layout) for run in runs if run.operator.samples_responses}
     forwards = [run for run in runs if run.operator.kind == "forward"]
     computing = {(run.model, run.layout) for run in forwards if OF_WHOLE_TEXTS.intersection(run.operator.writes)}
     # a protocol may split the rows of both otherwise

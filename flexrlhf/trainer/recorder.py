@@ -106,7 +106,7 @@ class Recorder(Observer):
         table = work.model.dp.sum(torch.stack([named[name] for name in names])).tolist() if names else []
         execution.statistics = {name: tuple(row) for name, row in zip(names, table, strict=True)}
         if self.world.rank == work.model.placed.ranks[0]:
-            is_sampled = execution.inner is None and work.operator.completes_responses
+            is_sampled = execution.inner is None and work.operator.samples_responses
             labels = {"rollout_engine": work.model.placed.engine} if is_sampled else {}
             taken = sorted(execution.positions.items())
             report = make_report(execution.statistics, labels, execution.samples, execution.outcomes, taken)

@@ -97,8 +97,6 @@ class Samples(Observer):
     def computed(self, execution: Execution) -> None:
         """Collect the columns that the operator has written of the sampled rows."""
         step, kind = execution.step, ORDER[execution.inner is not None]
-        if execution.work.goes_on:
-            return
         if kind == "training" and step % self._settings.every and step != self._last_step:
             return
         execution.samples = collect_samples(execution.work, execution.store, kind, self._settings.count, self._texts)
@@ -124,7 +122,7 @@ def collect_samples(
     """
     # samples are made of the first responses, which a greedy operator does not sample, and their scores
     columns = tuple(name for name in SCORES if name in run.operator.writes)
-    if run.operator.completes_responses:
+    if run.operator.samples_responses:
         columns = TEXTS + (Column.TURN_ENDS, Column.REWARDS) * (Column.REWARDS in run.operator.writes)
     prompts = {prompt for m in run.mini_batches for prompt in run.shape.prompts_of_attempt(m, run.attempt)}
     chosen = [row for row in sample_rows(run.shape, count) if row // run.shape.samples_per_prompt in prompts]

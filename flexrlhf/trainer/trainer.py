@@ -188,8 +188,7 @@ class Trainer:
             model.version = max(model.version, min(step, self.plan.graph.first_step(model.placed.role)))
         work = execution.work = self._work(run, step)
         store = execution.store = self.rows.at(step)
-        # before the first turn there is nothing that it continues
-        store.arrive((*run.operator.reads, *(run.operator.continues if run.turn else ())), work.rows)
+        store.arrive(run.operator.reads, work.rows)
         if run.operator.reads_data and Column.POSITION in run.operator.reads:
             work = execution.work = replace(work, examples=self.rows.take_examples(work, step))
         for observer in self._observers:
@@ -212,7 +211,7 @@ class Trainer:
         shape = self.plan.batch
         return OperatorRun(
             *(operator, model, run.layout, shape, run.mini_batches, rank, examples, state),
-            *(run.attempt, run.turn, run.tokens),
+            *(run.attempt, run.tokens),
         )
 
     def finish(self, next_step: int, saves: bool = True) -> None:

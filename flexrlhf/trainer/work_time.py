@@ -19,7 +19,7 @@ from flexrlhf.strategies.instructions import Instruction, Run, WorkKind
 from flexrlhf.timeline import Span, Timeline
 from flexrlhf.trainer.execution import Execution, Observer
 
-KINDS = ("generate", "interact", "forward", "score", "train", "move", "sync", "wait", "other")
+KINDS = ("generate", "forward", "score", "train", "move", "sync", "wait", "other")
 """Counters: work that has no counter of its own is ``other``."""
 
 

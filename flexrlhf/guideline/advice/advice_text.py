@@ -147,7 +147,7 @@ def _reasons(advice: Advice) -> Iterator[str]:
     calls: dict[tuple[str, int | None], list[Cost]] = defaultdict(list)
     for item in best.simulation.regular:
         if isinstance(item.instruction, Run):
-            calls[Run.without_turn(item.instruction.label), item.instruction.chunk].append(item.cost)
+            calls[item.instruction.label, item.instruction.chunk].append(item.cost)
     seconds = {call: sum(cost.seconds for cost in costs) for call, costs in calls.items()}
     for label, chunk in sorted(calls, key=lambda call: -seconds[call])[:SHOWN]:
         taken, longest = seconds[label, chunk], max(calls[label, chunk], key=lambda cost: cost.seconds)

@@ -114,7 +114,7 @@ class FigureMaker:
         settings: ModelSpec,
     ) -> float:
         rows = row_patterns(call.shape(self.maker.batch), placed.layout, call.mini_batches)
-        if kind == "combine" or kind == "interact" or kind == "score" or kind == "retokenize":
+        if kind == "combine" or kind == "score" or kind == "retokenize":
             most, width = max(map(sum, rows)), self.maker.lengths.width
             return model_free_cost(self.costs, self.spec, call.score_source, most, width).seconds
         assert kind != "loss" and kind != "backward" and kind != "step", "programs alone call them"
@@ -128,8 +128,7 @@ class FigureMaker:
 
         # whatever the ZeRO stage, tensor-parallel and pipeline ranks are
         priced = self.memo.cached(key, made)
-        # each turn of an episode has a part of a response
-        return self.costs.call(priced, priced_mesh).seconds / call.turns
+        return self.costs.call(priced, priced_mesh).seconds
 
     def _bytes(self, sharded: ShardedModel, call: PlacedCall, most_rows: int, settings: ModelSpec) -> int:
         """Most bytes that a call needs on a rank in addition to the resting ones of the stage that stores most.

@@ -32,9 +32,6 @@ from flexrlhf.guideline.simulation.model_free_costs import source_section
 PlacedCallKind = OperatorKind | Literal["switch"]
 """OperatorKind of an operator, or "switch": a transfer of the model's tensors to or from host memory."""
 
-MOST_TURNS = 4
-"""Turns of an episode that a search has calls for; each of them stands for as many of more."""
-
 
 @dataclass(frozen=True)
 class PlacedCall:
@@ -46,7 +43,6 @@ class PlacedCall:
     texts:         texts in a row.
     compares:      whether all texts of a prompt are in one pass.
     is_attempt:    whether its rows are those of one attempt of dynamic sampling.
-    turns:         turns of an episode, of which it is one.
     tokens:        computed tokens of its passes; None: as in the settings of its model.
     """
 
@@ -56,7 +52,6 @@ class PlacedCall:
     texts: int = 1
     compares: bool = False
     is_attempt: bool = False
-    turns: int = 1
     tokens: int | None = None
 
     @classmethod
@@ -64,8 +59,7 @@ class PlacedCall:
         """Return the call of ``run``."""
         operator, texts, compares = run.operator, texts_per_row(run.operator), run.operator.compares_responses
         section, is_attempt = source_section(operator), run.attempt is not None
-        turns = max(1, operator.turns)
-        return cls(operator.kind, run.mini_batches, section, texts, compares, is_attempt, turns)
+        return cls(operator.kind, run.mini_batches, section, texts, compares, is_attempt)
 
     def shape(self, batch: BatchShape) -> BatchShape:
         """Return the shape of its rows, as of every attempt of a step if it is one."""
@@ -117,7 +111,7 @@ class SearchModel:
     @cached_property
     def kinds(self) -> tuple[PlacedCallKind, ...]:
         """Kinds of the calls that the model itself computes."""
-        free = ("combine", "interact", "score", "retokenize")
+        free = ("combine", "score", "retokenize")
         return tuple(dict.fromkeys(call.kind for call in self.calls if call.kind not in free))
 
     @property
@@ -179,12 +173,7 @@ class Sketch(ResolvedSpec):
     @cached_property
     def whole_graph(self) -> Graph:
         """Graph that runs, with the operators of the rollout engine."""
-        environment = self.spec.environment
-        if environment is None or environment.max_turns <= MOST_TURNS:
-            return self.run_graph(self.placement)
-        shorter = environment.model_copy(update={"max_turns": MOST_TURNS})
-        shortened = replace(self, spec=self.spec.model_copy(update={"environment": shorter}))
-        return shortened.run_graph(self.placement)
+        return self.run_graph(self.placement)
 
     @cached_property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -328,5 +317,4 @@ class Sketch(ResolvedSpec):
 
 def name_of(run: Run) -> str:
     """Return the name of a run in the search problem."""
-    turn = f".{run.turn}" if run.operator.turns else ""
-    return f"{run.operator.name}{turn}" if run.chunk is None else f"{run.operator.name}{turn}.{run.chunk}"
+    return run.operator.name if run.chunk is None else f"{run.operator.name}.{run.chunk}"

@@ -196,9 +196,8 @@ class Space(SearchedStep):
     @cached_property
     def _steps_kept(self) -> int:
         """Steps whose rows a rank keeps next to those of the newest, as of ``Plan.row_bytes_in_flight``."""
-        operators = self.sketch.whole_graph.operators
         carried = [run.lag + 1 for run in self.sketch.runs if run.operator.carries]
-        return max(self.spec.schedule.lag, *carried, 0) + any(each.turns for each in operators)
+        return max(self.spec.schedule.lag, *carried, 0)
 
     def _mesh(self, shape: MeshShape) -> UniformMesh:
         (kind,) = shape.kinds

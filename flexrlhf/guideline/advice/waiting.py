@@ -83,7 +83,7 @@ def waiting_lines(variants: Sequence[WaitingVariant], margin: float) -> Iterator
     chosen = least_waiting([each for each in variants if each.is_open] or [now], margin)
     for each in dict.fromkeys((chosen, best)):
         if each is not now:
-            waits = each.found.simulation.reply_waits
+            waits = each.found.simulation.reply_seconds
             yield (
                 f"{counted(each.chunks, 'chunk')} and {each.processes} processes in place of {now.chunks} and "
                 f"{now.processes}: {now.seconds / each.seconds:.2f} x as fast, and ranks wait {seconds_text(waits)} "

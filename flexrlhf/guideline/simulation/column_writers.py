@@ -9,21 +9,19 @@ from flexrlhf.api import Instruction, ModelName, Run
 
 
 class ColumnWriters:
-    """Runs of a list of instructions, by their columns and the turn of those that a later turn changes."""
+    """Runs of a list of instructions, by their columns."""
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self._runs = {index: each for index, each in enumerate(instructions) if isinstance(each, Run)}
-        self._writers: dict[tuple[str, int | None], list[int]] = defaultdict(list)
+        self._writers: dict[str, list[int]] = defaultdict(list)
         for index, run in self._runs.items():
             for column in run.operator.writes:
-                self._writers[column, run.turn if run.goes_on else None].append(index)
+                self._writers[column].append(index)
 
     def of(self, reader: Run) -> dict[int, Run]:
         """Return the runs whose columns ``reader`` reads, by their places in the list, in its order."""
-        operator = reader.operator
-        columns = {*operator.reads, *operator.earlier, *operator.continues}
-        keys = ((column, turn) for column in columns for turn in (None, reader.turn - 1, reader.turn))
-        places = sorted({place for key in keys for place in self._writers.get(key, ())})
+        columns = {*reader.operator.reads, *reader.operator.earlier}
+        places = sorted({place for column in columns for place in self._writers.get(column, ())})
         return {place: self._runs[place] for place in places if reader.reads_from(self._runs[place])}
 
     def last_training(self, model: ModelName) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from flexrlhf.api import Run, Span, Trace, UserError, instead_of
+from flexrlhf.api import Span, Trace, UserError, instead_of
 from flexrlhf.guideline.simulation.simulate import Simulation
 
 WARM_UP_STEPS = 1
@@ -136,7 +136,7 @@ def _by_label(spans: Iterable[Span], steps: range) -> dict[tuple[str, str], list
     groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in spans:
         if span.step in steps:
-            groups[span.kind, Run.without_turn(span.label)].append(span)
+            groups[span.kind, span.label].append(span)
     return groups
 
 

@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from flexrlhf.api import BatchShape, EnvironmentSpec, Layout, Plan, Run
+from flexrlhf.api import BatchShape, EnvironmentSpec, Plan, Run
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.simulation.calls import replica_rows
 from flexrlhf.guideline.simulation.inputs import TextLengths
+
+REPLIES = "environments"
+"""Part of the time of an operator that plays episodes."""
 
 
 def crowding(plan: Plan, computing: float) -> float:
@@ -67,20 +70,19 @@ class EpisodePrices:
         prompt = self.lengths.prompt + turn * (sum(parts) / len(parts) + replies)
         return replace(self.lengths, prompt=prompt, responses=parts, prompts=())
 
-    def reply_seconds(self, run: Run) -> float:
-        """Return the time of the calls to the environments of all rows of ``run``, on the slowest replica."""
-        is_reset, layout, lanes = not run.operator.turns, run.layout, self.lanes(run.layout)
+    def waiting_seconds(self, run: Run) -> float:
+        """Return the time of all calls to the environments of the rows of ``run``: resets, and replies to each turn."""
+        return sum(self.reply_seconds(run, turn) for turn in (None, *range(self.settings.max_turns)))
+
+    def reply_seconds(self, run: Run, turn: int | None) -> float:
+        """Return the time of the replies to a ``turn`` of all rows of ``run``, or of their resets, on the slowest
+        replica."""
+        layout, is_reset = run.layout, turn is None
         return self.crowding * max(
             self.times.seconds(
-                sum(rows) if is_reset else self.rows(sum(rows), run.turn),
-                max(1, self.settings.processes_of(replica, layout.dp) // lanes),
+                sum(rows) if turn is None else self.rows(sum(rows), turn),
+                self.settings.processes_of(replica, layout.dp),
                 is_reset,
             )
             for replica, rows in replica_rows(self.batch, layout, run.mini_batches).items()
         )
-
-    def lanes(self, layout: Layout) -> int:
-        """Return how many chunks have processes of their own: of ``async`` episodes, or of few rows."""
-        rows = -(-self.batch.num_rows // layout.dp // self.batch.num_chunks)
-        full = 1 if self.times.is_concurrent else max(1, rows)
-        return max(1, min(self.batch.num_chunks, self.settings.processes // layout.dp // full))

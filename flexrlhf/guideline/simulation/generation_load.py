@@ -103,7 +103,7 @@ def generation_load(simulation: Simulation, costs: CostModel) -> GenerationLoad 
     episodes, whose turns are generations of their own."""
     plan, pricer = simulation.plan, Pricer(simulation.plan, costs, simulation.lengths)
     runs = [each.instruction for each in simulation.regular if isinstance(each.instruction, Run)]
-    generations = [run for run in runs if run.operator.call == "generate" and not run.operator.turns]
+    generations = [run for run in runs if run.operator.call == "generate"]
     calls = [(run.model, call) for run in generations for call, _ in pricer.calls(run)]
     if not calls or plan.spec.environment is not None:
         return None

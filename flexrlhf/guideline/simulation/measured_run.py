@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -22,8 +21,6 @@ from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_MEASUREMENTS
 from flexrlhf.guideline.costs.scaled import ScaledCosts, ScaledWork
 from flexrlhf.guideline.simulation.calls import engine_of
-from flexrlhf.guideline.simulation.column_writers import ColumnWriters
-from flexrlhf.guideline.simulation.episode_prices import EpisodePrices
 from flexrlhf.guideline.simulation.inputs import (
     CostSource,
     TextLengths,
@@ -123,7 +120,7 @@ def measured_run(record: RunRecord, profile: Path | None = None) -> MeasuredRun:
     lengths, base = _recent_lengths(record, steps), _base_costs(record.plan.spec, profile)
     predicted = simulate(record.plan, base.costs, lengths)
     scaled = _scaled_costs(predicted, _measured_times(record, steps), base)
-    scaled = replace(scaled, replies=reply_times(record, steps, lengths, base))
+    scaled = replace(scaled, replies=reply_times(record, steps, base))
     accuracy = FROM_MEASUREMENTS.scattered((high - low) / seconds)
     source = CostSource(scaled, f"times of {record.directory}, by {base.name}", accuracy)
     first = next(iter(by_step.values()))
@@ -218,36 +215,16 @@ def _work_of(plan: Plan, instruction: Instruction) -> ScaledWork | None:
     return "switch" if instruction.kind in WAYS else None
 
 
-def reply_times(
-    record: RunRecord, steps: Sequence[int], lengths: TextLengths, base: CostSource
-) -> EnvironmentTimes | None:
-    """Return the times of an environment's replies: from the end of a call to when generation goes on, which is more if
-    it did not wait for them. None without an environment."""
-    plan, environment = record.plan, record.plan.spec.environment
+def reply_times(record: RunRecord, steps: Sequence[int], base: CostSource) -> EnvironmentTimes | None:
+    """Return the times of an environment's replies: the mean of ``steps``. None without an environment."""
+    environment = record.plan.spec.environment
     if environment is None:
         return None
-    known = base.costs.environment(environment.name)
-    is_concurrent = known is not None and known.is_concurrent
-    one = EnvironmentTimes(name=environment.name, resets=(1.0,), replies=(1.0,), is_concurrent=is_concurrent)
-    episodes = EpisodePrices(environment, one, plan.batch, lengths)
-    runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
-    writers, readers = ColumnWriters(runs), dict[int, Run]()
-    for reader in reversed([each for each in runs if each.operator.kind == "generate"]):
-        readers.update(dict.fromkeys(writers.of(reader), reader))
-    spans = {(each.label, each.chunk, each.step, each.rank): each for each in record.spans if each.step in steps}
-    found: dict[bool, list[float]] = {True: [], False: []}
-    for place, reader in readers.items():
-        call = runs[place]
-        if call.operator.kind != "interact":
-            continue
-        one_by_one = episodes.reply_seconds(call)
-        for step, rank in product(steps, call.ranks):
-            span, after = (spans.get((each.label, each.chunk, step, rank)) for each in (call, reader))
-            if span is not None and after is not None:
-                found[not call.operator.turns].append(max(0.0, after.start - span.end) / one_by_one)
-    # of all calls of a turn together, so that there is no distribution
-    resets, replies = ((median(found[is_reset]),) if found[is_reset] else () for is_reset in (True, False))
-    return one.model_copy(update={"resets": resets, "replies": replies}) if replies else known
+    known, mean = base.costs.environment(environment.name), _mean(record, steps, "reply_seconds_mean")
+    if mean is None:
+        return known
+    found = known or EnvironmentTimes(name=environment.name, resets=(), replies=())
+    return found.model_copy(update={"replies": (mean,)})
 
 
 def _recent_lengths(record: RunRecord, steps: Sequence[int]) -> TextLengths:

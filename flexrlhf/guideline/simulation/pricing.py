@@ -31,7 +31,7 @@ from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Me
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.relations import relation_of
 from flexrlhf.guideline.simulation.calls import CallMaker, replica_rows, texts_per_row
-from flexrlhf.guideline.simulation.episode_prices import EpisodePrices, crowding
+from flexrlhf.guideline.simulation.episode_prices import REPLIES, EpisodePrices, crowding
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost, source_section
 
@@ -109,9 +109,6 @@ class Pricer:
         return CallMaker(plan.batch, plan.lengths, self.lengths, plan.spec.algorithm.epochs)
 
     def _operator(self, operator: Operator, model: PlacedModel, run: Run) -> Cost:
-        if operator.kind == "interact":
-            assert self.episodes is not None, "replies are of an environment"
-            return Cost({"environments": self.episodes.reply_seconds(run)})
         if operator.call is None:
             batch = self.plan.batch
             rows_of = replica_rows(attempt_shape(batch, run), run.layout, run.mini_batches)
@@ -119,7 +116,17 @@ class Pricer:
             # of places for rows in segments as many have one as a round takes, on the average
             most = -(-most * batch.num_taken // batch.num_rows)
             return model_free_cost(self.costs, self.plan.spec, source_section(operator), most, self.lengths.width)
-        costs = [self.costs.call(call, mesh) for call, mesh in self.calls(run)]
+        if self.episodes is None or not operator.has_replies:
+            return self._slowest(run)
+        parts: defaultdict[str, float] = defaultdict(float)
+        for turn in range(self.episodes.settings.max_turns):
+            for name, seconds in self._slowest(run, turn).parts.items():
+                parts[name] += seconds
+        return Cost({**parts, REPLIES: self.episodes.waiting_seconds(run)})
+
+    def _slowest(self, run: Run, turn: int = 0) -> Cost:
+        """Return the cost of the calls of ``run`` on the device class that takes longest."""
+        costs = [self.costs.call(call, mesh) for call, mesh in self.calls(run, turn)]
         return max(costs, key=lambda cost: cost.seconds, default=Cost())
 
     @cached_property
@@ -132,27 +139,24 @@ class Pricer:
         crowded = 1.0 if times is None else crowding(self.plan, times.computing)
         return EpisodePrices(environment, times, self.plan.batch, self.lengths, crowded)
 
-    def _maker_of(self, run: Run) -> CallMaker:
-        """Return the maker of the calls of ``run``, which have the lengths of its turn."""
-        if self.episodes is None or not run.operator.turns:
-            return self.maker
-        return replace(self.maker, lengths=self.episodes.lengths_of(run.turn))
-
-    def calls(self, run: Run) -> Iterator[tuple[Call, Mesh]]:
-        """Yield the call and mesh of a Run for each device class among the replicas that have rows."""
+    def calls(self, run: Run, turn: int = 0) -> Iterator[tuple[Call, Mesh]]:
+        """Yield the call and mesh of a Run for each device class among the replicas that have rows; of one that plays
+        episodes, of a ``turn``."""
+        episodes = self.episodes if run.operator.has_replies else None
+        maker = self.maker if episodes is None else replace(self.maker, lengths=episodes.lengths_of(turn))
         model = self.plan.placement[run.model].with_passes(run.tokens)
         rows = replica_rows(attempt_shape(self.plan.batch, run), run.layout, run.mini_batches)
         for device, replicas in self.replicas_by_class(model).items():
             class_rows = [rows[replica] for replica in replicas if any(rows[replica])]
-            if self.episodes is not None and run.operator.turns:
-                class_rows = [(self.episodes.rows(sum(each), run.turn),) for each in class_rows]
+            if episodes is not None:
+                class_rows = [(episodes.rows(sum(each), turn),) for each in class_rows]
             if not class_rows:
                 continue
             kind, texts, compares = run.operator.call, texts_per_row(run.operator), run.operator.compares_responses
             assert kind is not None, f"{run.operator.name} is no model call"
-            call = self._maker_of(run).call(kind, model, self.shape(model), class_rows, texts, compares)
+            call = maker.call(kind, model, self.shape(model), class_rows, texts, compares)
             # contexts of later turns differ between the samples of a prompt
-            yield replace(call, prompt_samples=1) if run.turn else call, self.mesh(model, device)
+            yield replace(call, prompt_samples=1) if turn else call, self.mesh(model, device)
 
     def replicas_by_class(self, model: PlacedModel) -> dict[DeviceClass, list[int]]:
         """Return the replicas of ``model`` by the class of their slowest device."""

@@ -17,12 +17,12 @@ from pathlib import Path
 from flexrlhf.api import CallKind, Instruction, ModelName, Move, NodeBytes, Plan, Run, Span, Trace, UserError
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 from flexrlhf.guideline.costs.profiles import StepPart
+from flexrlhf.guideline.simulation.episode_prices import REPLIES
 from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for, longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.round_prices import price_of
-from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction, blocks_of, interacts, timed_instructions
+from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction, blocks_of, timed_instructions
 from flexrlhf.guideline.simulation.walk import (
-    SteadySteps,
     TimedInstruction,
     Visit,
     WalkResult,
@@ -166,33 +166,10 @@ class Simulation:
                     continue
                 yield _span(instruction, visit, rank, sent[visit.index].get(rank, 0))
 
-    def reply_spans(self, steps: int) -> Iterator[Span]:
-        """Yield when environments reply, in rows behind the ones of the ranks."""
-        first = self.plan.placement.num_ranks - len(self.blocks)
-        for visit in self.walked(steps).visits:
-            if visit.block >= len(self.blocks):
-                run = self.priced[visit.index].instruction
-                yield Span(first + visit.block, run.kind, run.label, visit.step, run.chunk, visit.start, visit.end)
-
-    @cached_property
-    def reply_waits(self) -> float:
-        """Longest time of a settled step in which a rank has nothing to do but wait for replies of environments."""
-        regular = [item.instruction for item in self.regular]
-        steady = SteadySteps.of((each.lag for each in regular), (each.period for each in regular))
-        visits = [each for each in self.walked(steady.walked, with_rare=False).visits if each.step == steady.last]
-        replied = {each.index: each for each in visits if each.block >= len(self.blocks)}
-        waits: dict[int, float] = defaultdict(float)
-        for visit in visits:
-            if visit.block < len(self.blocks):
-                awaited = [replied[index] for index in self.instructions[visit.index].after if index in replied]
-                waited = [each.end - max(visit.arrived, each.ready) for each in awaited]
-                waits[visit.block] += max((0.0, *waited))
-        return max(waits.values(), default=0.0)
-
     @property
     def reply_seconds(self) -> float:
-        """Time of all replies in a step, one turn after the other."""
-        return sum(item.cost.seconds / item.every for item in self.regular if interacts(item.instruction))
+        """Time of all replies in a step, one turn after the other, in which ranks wait for them."""
+        return sum(item.cost.parts.get(REPLIES, 0.0) / item.every for item in self.regular)
 
 
 def simulate(
@@ -267,10 +244,9 @@ def write_timeline(simulation: Simulation, path: Path, steps: int) -> None:
     """Write the first ``steps`` steps as a Chrome trace. Raises UserError where it cannot be written."""
     check_timeline(simulation.plan, steps)
     classes = {device.rank: device.device_class for device in simulation.plan.cluster.devices}
-    ranks = simulation.plan.placement.num_ranks
     facts = {"simulated": True, "seconds_per_step": simulation.seconds, "device_class": classes}
     try:
-        Trace([*simulation.spans(steps), *simulation.reply_spans(steps)], facts, ranks).write(path)
+        Trace([*simulation.spans(steps)], facts).write(path)
     except OSError as error:
         raise UserError(f"--output {path}: cannot be written ({error.strerror})") from None
 

@@ -92,15 +92,15 @@ def _copies(simulation: Simulation) -> Iterator[str]:
 
 def _environments(simulation: Simulation, source: CostSource) -> Iterator[str]:
     """Yield a line on the replies of environments in a step, and on how long ranks wait for them."""
-    environment, waits = simulation.plan.spec.environment, simulation.reply_waits
+    environment, waits = simulation.plan.spec.environment, simulation.reply_seconds
     if environment is None:
         return
-    processes, replies = counted(environment.processes, "process"), seconds_text(simulation.reply_seconds)
+    processes = counted(environment.processes, "process")
     times = source.costs.environment(environment.name)
     longer = 1.0 if times is None else crowding(simulation.plan, times.computing)
     shared = f", {longer:.3g} times as long as with a core for each" if longer > 1 else ""
-    yield f"environments reply in {replies} of a step, in {processes}{shared}"
-    yield f"ranks wait for them {seconds_text(waits)} ({_percent(waits / (simulation.seconds or 1.0))} of a step)"
+    part = _percent(waits / (simulation.seconds or 1.0))
+    yield f"ranks wait {seconds_text(waits)} ({part} of a step) for replies of environments, in {processes}{shared}"
 
 
 def _parts(simulation: Simulation, source: CostSource) -> Iterator[str]:
@@ -124,13 +124,13 @@ def _passes(simulation: Simulation) -> str:
 
 
 def _instructions(simulation: Simulation) -> Iterator[str]:
-    """Yield a line for each kind and label, with all chunks and turns.
+    """Yield a line for each kind and label, with all chunks.
 
     Moves proceed while the instructions after them run.
     """
     groups: dict[tuple[str, str], list[PricedInstruction]] = defaultdict(list)
     for item in simulation.regular:
-        groups[item.instruction.kind, Run.without_turn(item.instruction.label)].append(item)
+        groups[item.instruction.kind, item.instruction.label].append(item)
     num_ranks = simulation.plan.placement.num_ranks
     width = min(LABEL_WIDTH, max((len(label) for _, label in groups), default=0))
     margin = len(rank_marks((), num_ranks))
@@ -144,19 +144,15 @@ def _instructions(simulation: Simulation) -> Iterator[str]:
 
 
 def _notes(plan: Plan, items: list[PricedInstruction], total: Cost) -> list[str]:
-    """Return the part that takes longest, bytes, period and numbers of turns and chunks, without what there is not."""
+    """Return the part that takes longest, bytes, period and number of chunks, without what there is not."""
     first = items[0].instruction
     if isinstance(first, Move | Sync):
         what = first.primitive if isinstance(first, Move) else _largest(total)
         size = bytes_text(sum(_crossing(plan, item.instruction) for item in items))
     else:
         what, size = _largest(total), ""
-    every, turns = items[0].every, max(1, first.operator.turns) if isinstance(first, Run) else 1
-    parts = {
-        f"every {every} steps": every,
-        f"{turns} turns": turns,
-        f"{len(items) // turns} chunks": len(items) // turns,
-    }
+    every = items[0].every
+    parts = {f"every {every} steps": every, f"{len(items)} chunks": len(items)}
     return [what, size, *(text for text, number in parts.items() if number > 1)]
 
 

@@ -57,12 +57,7 @@ def timed_instructions(
     timed = [_timed(pricer, item, block_of, writers, copies) for item in priced]
     if pricer.has_copy_streams:
         timed = [*_with_copies(timed, [item.instruction for item in priced], pricer.plan.placement)]
-    return [
-        replace(each, calls=each.blocks, blocks=(len(blocks) + _lane(pricer, item.instruction),))
-        if interacts(item.instruction)
-        else each
-        for each, item in zip(timed, priced, strict=True)
-    ]
+    return timed
 
 
 def _with_copies(
@@ -82,18 +77,6 @@ def _with_copies(
             yield replace(item, copies=WAYS[each.kind], model=models[0])
         else:
             yield item
-
-
-def interacts(instruction: Instruction) -> bool:
-    """Whether environments reply in ``instruction``."""
-    return isinstance(instruction, Run) and instruction.operator.kind == "interact"
-
-
-def _lane(pricer: Pricer, run: Instruction) -> int:
-    """Return which of the environments' blocks replies to the chunk of ``run``: chunks share one if their rows share
-    processes."""
-    assert pricer.episodes is not None and isinstance(run, Run), "replies are of an environment"
-    return (run.chunk or 0) % pricer.episodes.lanes(run.layout)
 
 
 def _timed(

@@ -134,14 +134,14 @@ def _peak(plan: Plan, ranks: Sequence[int]) -> float | None:
 
 
 def _work(simulation: Simulation) -> dict[StepPart, PartWork]:
-    """Return the model FLOPs of each part of a step; turns of an episode are one text, which its first turn counts."""
+    """Return the model FLOPs of each part of a step."""
     plan, flops, most = simulation.plan, defaultdict[StepPart, float](float), defaultdict[StepPart, float](float)
     peaks = {model.name: _peak(plan, model.ranks) for model in plan.placement.models}
     for item in simulation.regular:
         run = item.instruction
         if isinstance(run, Run) and run.operator.call is not None:
             part, peak = PARTS[run.operator.call], peaks[run.model]
-            flops[part] += 0.0 if run.turn else _run_flops(plan, run, simulation.lengths) / item.every
+            flops[part] += _run_flops(plan, run, simulation.lengths) / item.every
             most[part] += math.nan if peak is None else peak * item.cost.seconds / item.every
     return {part: PartWork(flops[part], None if math.isnan(most[part]) else most[part]) for part in flops}
 

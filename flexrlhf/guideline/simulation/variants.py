@@ -204,7 +204,7 @@ class Variants:
         def seconds(index: int, step: int) -> float:
             item = priced[index]
             run = item.instruction
-            if not isinstance(run, Run) or run.operator.call is None or run.operator.turns:
+            if not isinstance(run, Run) or run.operator.call is None or run.operator.has_replies:
                 return item.cost.seconds
             # plans differ by their lag, not by the time of a call
             key = (run.operator.name, plan.placement[run.model], run.mini_batches, run.attempt, tokens, step)
