@@ -70,7 +70,7 @@ class EpisodeCall:
     seed: int
     turns: tuple[str, ...] = ()
     is_last: bool = False
-    replied: tuple[str, ...] = ()
+    replied: tuple[int, ...] = ()
     is_ended: bool = False
 
     def ends_with(self, reply: EpisodeReply) -> bool:
@@ -105,6 +105,7 @@ class EpisodeReply:
     failure: CallFailure | None = field(default=None)
 
     @property
-    def digest(self) -> str:
-        """Digest of all that an episode depends on."""
-        return blake2b(repr((self.messages, self.reward)).encode(), digest_size=8).hexdigest()
+    def digest(self) -> int:
+        """Digest, in 32 bits with a sign, of all that an episode depends on."""
+        found = blake2b(repr((self.messages, self.reward)).encode(), digest_size=4).digest()
+        return int.from_bytes(found, "little", signed=True)

@@ -82,7 +82,7 @@ class EpisodeProcess:
                 size = len(calls) if self.is_async else 1
                 replies += map(_decided, self._confirmed(calls[len(replies) : len(replies) + size], deadline))
             step = max(call.key[0] for call in calls)
-            self._open = {key for key in self._open if not is_stale(key, step)}
+            self._open = {key for key in self._open if not is_stale(key, step, self._setup.steps)}
             for call, reply in zip(calls, replies, strict=True):
                 (self._open.discard if call.ends_with(reply) else self._open.add)(call.key)
             if not self._open:
@@ -238,10 +238,10 @@ class EpisodeProcess:
             self._folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def make_process(settings: EnvironmentSpec) -> EpisodeProcess:
-    """Return a process, which starts with its first call."""
+def make_process(settings: EnvironmentSpec, steps: int = 1) -> EpisodeProcess:
+    """Return a process, which starts with its first call. ``steps``: in which an episode may have turns."""
     options = json.dumps(settings.options, default=str)
-    setup = Setup(settings.path, settings.tools, options, settings.tool_format, settings.timeout_seconds)
+    setup = Setup(settings.path, settings.tools, options, settings.tool_format, settings.timeout_seconds, steps)
     return EpisodeProcess(setup, ProcessLimits(settings.memory_mb, settings.open_files), settings.name)
 
 

@@ -16,14 +16,13 @@ from flexrlhf.user_code.deadline import Deadline
 class Episodes:
     """Episodes of one rank, in its share of the processes. Nothing starts before the first call.
 
-    A process replies to one call at a time. Episodes that begin in one call are a chunk: ``async`` ones have processes
-    of their own, so that no chunk waits for the replies to another; others are spread over all processes.
+    A process replies to one call at a time.
     """
 
-    def __init__(self, settings: EnvironmentSpec, num_processes: int, chunks: int = 1) -> None:
-        """``chunks``: of a step, whose replies are awaited at the same time."""
-        self._processes = tuple(make_process(settings) for _ in range(num_processes))
-        self._chunks = chunks
+    def __init__(self, settings: EnvironmentSpec, num_processes: int, steps: int = 1) -> None:
+        """``steps``: of training in which an episode may have turns."""
+        self._processes = tuple(make_process(settings, steps) for _ in range(num_processes))
+        self._steps = steps
         self._places: dict[Key, EpisodeProcess] = {}
         self._lock = Lock()
 
@@ -68,20 +67,16 @@ class Episodes:
             list(threads.map(lambda process: process.close(), self._processes))
 
     def _shares(self, calls: Sequence[EpisodeCall]) -> Mapping[EpisodeProcess, list[int]]:
-        """Return the places of the calls by process: an episode's own, or the one of its chunk's with the fewest
-        episodes."""
+        """Return the places of the calls by process: an episode's own, or the one with the fewest episodes."""
         step = max(call.key[0] for call in calls)
-        self._places = {key: process for key, process in self._places.items() if not is_stale(key, step)}
+        self._places = {key: process for key, process in self._places.items() if not is_stale(key, step, self._steps)}
         counts = dict.fromkeys(self._processes, 0)
         for process in self._places.values():
             counts[process] += 1
-        groups = min(self._chunks, len(counts)) if self.are_concurrent else 1
-        parts = [self._processes[first::groups] for first in range(groups)]
-        own = min(parts, key=lambda part: sum(counts[process] for process in part))
         shares: dict[EpisodeProcess, list[int]] = {}
         for index, call in enumerate(calls):
             if call.key not in self._places:
-                self._places[call.key] = min(own, key=counts.__getitem__)
+                self._places[call.key] = min(self._processes, key=counts.__getitem__)
                 counts[self._places[call.key]] += 1
             process = self._places[call.key]
             shares.setdefault(process, []).append(index)

@@ -46,6 +46,7 @@ class Setup:
     path, tools, tool_format: as in EnvironmentSpec
     options:  as JSON
     seconds:  limit of one step
+    steps:    of training in which an episode may have turns
     """
 
     path: str | None
@@ -53,6 +54,7 @@ class Setup:
     options: str
     tool_format: str
     seconds: float
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ class EnvStep:
     is_ended: bool = False
 
 
-def is_stale(key: tuple[int, int], step: int) -> bool:
-    """Return whether an episode is of a step so early that no call of it follows, once ``step`` has begun."""
-    return key[0] < step - 1
+def is_stale(key: tuple[int, int], step: int, steps: int) -> bool:
+    """Return whether no call of an episode, which may have turns in so many ``steps``, follows in ``step``."""
+    return key[0] < step - steps
 
 
 def load(setup: Setup) -> bool | CallFailure:
@@ -216,7 +218,8 @@ class _Sessions:
         assert self._make is not None, "nothing is loaded"
         if step.number == 0:
             # also episodes that no last call has ended
-            for key in [key for key in self._episodes if key == step.key or is_stale(key, step.key[0])]:
+            steps = self._setup.steps
+            for key in [key for key in self._episodes if key == step.key or is_stale(key, step.key[0], steps)]:
                 await self._close(key)
             episode = self._episodes[step.key] = self._make()
             reply = await episode.reset(step.row, step.seed)

@@ -41,6 +41,9 @@ class Column:
     """Column of the environment's rewards, each on the last token of its turn; NaN in an episode that failed."""
     TURN_ENDS: ClassVar[str] = "turn_ends"
     """Column of the last tokens of the policy's turns: two turns follow one another where a reply has no tokens."""
+    REPLIED: ClassVar[str] = "replied"
+    """Column of the digests of an environment's replies, by which an episode that is carried on is replayed: of its
+    reset, and one place behind the last token of each turn."""
     FINAL_OUTCOME: ClassVar[str] = "outcome.final"
     """Outcome of a row after its training, in the store of the rank that trains it."""
     EXPERTS: ClassVar[str] = "experts"
@@ -106,6 +109,7 @@ COLUMNS = {
         Column("episode", "row", "uint8"),
         Column("turns", "row", "int32"),
         Column("turn_ends", "response", "uint8"),
+        Column("replied", "response+1", "int32"),
         Column("tool_calls", "row", "int32"),
         Column("failed_tool_calls", "row", "int32"),
         Column("data_position", "row", "int32"),

@@ -42,23 +42,23 @@ def with_episodes(graph: Graph, spec: Spec) -> Graph:
     _check(graph, spec, environment)
     return replace(
         graph,
-        operators=_with_replies(graph.operators),
-        evaluation=_with_replies(graph.evaluation),
+        operators=_with_replies(graph.operators, (*STATE, *((Column.REPLIED,) if spec.num_segments > 1 else ()))),
+        evaluation=_with_replies(graph.evaluation, STATE),
     )
 
 
-def _with_replies(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    return tuple(each for operator in operators for each in _of_episodes(operator))
+def _with_replies(operators: tuple[Operator, ...], state: tuple[str, ...]) -> tuple[Operator, ...]:
+    return tuple(each for operator in operators for each in _of_episodes(operator, state))
 
 
-def _of_episodes(operator: Operator) -> tuple[Operator, ...]:
+def _of_episodes(operator: Operator, state: tuple[str, ...]) -> tuple[Operator, ...]:
     """Return an operator that plays episodes, with their statistics, or one that reads what it needs of them.
 
     A forward of the policy's log-probs has them of sampled tokens alone, as generation has; rows whose environment
     failed are not counted; functions receive turns.
     """
     if operator.samples_responses:
-        played = replace(operator, writes=(*operator.writes, *STATE), function=ENVIRONMENT)
+        played = replace(operator, writes=(*operator.writes, *state), function=ENVIRONMENT)
         return played, replace(EPISODE_STATISTICS, role=operator.role)
     if operator.kind == "forward" and not LOGPROBS.isdisjoint(operator.writes):
         return (replace(operator, reads=(*operator.reads, "response_mask")),)
@@ -80,16 +80,6 @@ def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:
         raise UserError(
             f"environment.turn_tokens: {environment.turn_tokens}, and a response has {longest} tokens at most "
             f"(data.max_response_tokens), replies included; use {longest} or less"
-        )
-    if spec.rollout.segment_tokens is not None:
-        raise UserError(
-            f"rollout.segment_tokens: {spec.rollout.segment_tokens} carries responses to the next step, and the "
-            f"environment's episodes end in theirs; use null"
-        )
-    if spec.algorithm.attempts > 1:
-        raise UserError(
-            "algorithm.dynamic_sampling samples prompts again in the step, and the environment's episodes run "
-            "once; use null"
         )
     if any(operator.kind == "retokenize" for operator in graph.operators):
         raise UserError("environment: a model with retokenize reads responses without replies; use its own tokenizer")

@@ -182,7 +182,7 @@ class ResolvedSpec:
             operators = (replace(each, on_trained=each.on_trained or each.name in trained) for each in graph.operators)
             graph = replace(graph, operators=tuple(operators))
         graph = with_rollout(graph, spec, is_remote=graph.generated in shadowed)
-        return with_episodes(with_attempts(with_segments(graph, spec), spec), spec)
+        return with_attempts(with_segments(with_episodes(graph, spec), spec), spec)
 
 
 def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> Plan:

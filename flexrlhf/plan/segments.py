@@ -22,7 +22,7 @@ from flexrlhf.operators.graph import Graph, Operator, is_own
 GROUPED = "group_advantages"
 """Combine that compares the responses of a group, also with the ones of earlier steps."""
 _RECOMPUTED = ("attention_mask",)
-"""Columns of a generate that follow from the carried ones."""
+"""Columns of a generate without replies that follow from the carried ones."""
 
 
 def with_segments(graph: Graph, spec: Spec) -> Graph:
@@ -40,7 +40,8 @@ def with_segments(graph: Graph, spec: Spec) -> Graph:
 def _segmented(operator: Operator, is_by_row: bool) -> Operator:
     if operator.samples_responses:
         written = (*operator.writes, Column.PRESENT)
-        return replace(operator, writes=written, carries=tuple(name for name in written if name not in _RECOMPUTED))
+        carries = (name for name in written if operator.has_replies or name not in _RECOMPUTED)
+        return replace(operator, writes=written, carries=tuple(carries))
     operator = replace(operator, reads=(*operator.reads, Column.PRESENT), is_by_row=is_by_row)
     if is_by_row and operator.function == GROUPED:
         return replace(operator, writes=(*operator.writes, Column.GROUP_SCORES), carries=(Column.GROUP_SCORES,))

@@ -53,17 +53,17 @@ class EpisodeLog:
         """Return the reply that an earlier start of the run has received to the same turns."""
         return self._found.get(_digest(call)) if self._found else None
 
-    def add(self, replies: Sequence[tuple[EpisodeCall, EpisodeReply]]) -> None:
-        """Write replies, except of episodes that failed or are of an evaluation."""
-        lines: dict[int, list[str]] = {}
-        for call, reply in replies:
-            if reply.failure is None and call.key[0] >= 0:
-                entry = {**asdict(reply), "digest": _digest(call)}
-                lines.setdefault(call.key[0], []).append(json.dumps(entry, ensure_ascii=False) + "\n")
-        for step, texts in lines.items():
-            # chunks of a step have a thread each
+    def add(self, step: int, replies: Sequence[tuple[EpisodeCall, EpisodeReply]]) -> None:
+        """Write the replies that ``step`` has received, except to episodes that failed or are of an evaluation."""
+        entries = [
+            {**asdict(reply), "digest": _digest(call)}
+            for call, reply in replies
+            if reply.failure is None and call.key[0] >= 0
+        ]
+        if entries:
+            text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
             with self._lock:
-                self._append(self._directory / f"step{step}-rank{self._rank}.jsonl", "".join(texts))
+                self._append(self._directory / f"step{step}-rank{self._rank}.jsonl", text)
 
     def _read(self, line: str) -> None:
         """Take a line; the last one may be cut off where the run was killed."""

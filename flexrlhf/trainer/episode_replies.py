@@ -1,6 +1,6 @@
 """Replies of environments to the rows of a replica: called for, encoded, and shared with its other ranks.
 
-All of it is done by threads, while ranks go on with other rows. The first rank of a replica calls the environments,
+The first rank of a replica calls the environments,
 since two calls for one episode may differ; the others receive what it publishes in the job's store, so that an
 instruction that reads a reply communicates with no rank.
 """
@@ -63,7 +63,7 @@ class RowReply:
     reward: float = 0.0
     tool_calls: int = 0
     failed_tool_calls: int = 0
-    digest: str = ""
+    digest: int = 0
     seconds: float | None = None
 
 
@@ -77,34 +77,32 @@ class ReplySource:
         log: EpisodeLog | None,
         mailbox: Mailbox,
         seconds: float,
-        chunks: int,
     ) -> None:
         """
         episodes:  None: they are replayed, so that no environment is called.
         log:       replies since the last checkpoint; None: the run writes none.
         mailbox:   for the replies of replicas with several ranks.
         seconds:   limit of all replies to one turn.
-        chunks:    of a step, whose replies are awaited at the same time.
         """
         self._settings, self._episodes, self.log = settings, episodes, log
         self._mailbox, self._seconds = mailbox, seconds
-        self._threads = ThreadPoolExecutor(max(2, chunks), "environment")
+        self._threads = ThreadPoolExecutor(2, "environment")
         self._warn = WarnOnce("environment")
         self._counts, self._is_closed = Counter[str](), Event()
 
-    def submit(self, requests: Sequence[Request], model: str, replica: RankGroup) -> Future[list[RowReply]]:
-        """Begin to call for the replies; all ranks of a ``replica`` of ``model`` submit the same requests."""
+    def submit(self, requests: Sequence[Request], model: str, replica: RankGroup, step: int) -> Future[list[RowReply]]:
+        """Begin to call for replies in ``step``; all ranks of a ``replica`` of ``model`` submit the same requests."""
         if self._episodes is None or not requests:
             done = Future[list[RowReply]]()
             done.set_result([RowReply("going on" if each.room is None else "ended") for each in requests])
             return done
         if replica.group is None:
-            return self._threads.submit(self._called, self._episodes, requests)
+            return self._threads.submit(self._called, self._episodes, requests, step)
         name = f"{model}/{replica.ranks[0]}"
         key = f"{name}/{self._counts[name]}"
         self._counts[name] += 1
         if replica.is_first:
-            return self._threads.submit(self._published, self._episodes, requests, key)
+            return self._threads.submit(self._published, self._episodes, requests, step, key)
         return self._threads.submit(self._received, key, len(replica.ranks) - 1)
 
     def close(self) -> None:
@@ -114,8 +112,8 @@ class ReplySource:
         if self._episodes is not None:
             self._episodes.close()
 
-    def _published(self, episodes: Episodes, requests: Sequence[Request], key: str) -> list[RowReply]:
-        replies = self._called(episodes, requests)
+    def _published(self, episodes: Episodes, requests: Sequence[Request], step: int, key: str) -> list[RowReply]:
+        replies = self._called(episodes, requests, step)
         self._mailbox.publish(key, [asdict(each) for each in replies])
         return replies
 
@@ -132,9 +130,9 @@ class ReplySource:
         self._mailbox.clear([key], readers)
         return replies
 
-    def _called(self, episodes: Episodes, requests: Sequence[Request]) -> list[RowReply]:
+    def _called(self, episodes: Episodes, requests: Sequence[Request], step: int) -> list[RowReply]:
         """Return the replies of environments; episodes that end here for want of room have the rest of their reward."""
-        given = self._replies(episodes, [each.call for each in requests])
+        given = self._replies(episodes, [each.call for each in requests], step)
         replies = [self._row_reply(*each) for each in zip(requests, given, strict=True)]
         cut = [
             index for index, each in enumerate(replies) if each.state == "no room" and not requests[index].call.is_last
@@ -143,13 +141,13 @@ class ReplySource:
             replace(call, replied=(*call.replied, replies[index].digest), is_ended=True)
             for index, call in ((index, requests[index].call) for index in cut)
         ]
-        for index, last in zip(cut, self._replies(episodes, calls), strict=True):
+        for index, last in zip(cut, self._replies(episodes, calls, step), strict=True):
             self._warn(last.failure)
             whole = replace(replies[index], reward=replies[index].reward + last.reward)
             replies[index] = whole if last.failure is None else _failed(whole, last.failure)
         return replies
 
-    def _replies(self, episodes: Episodes, calls: Sequence[EpisodeCall]) -> list[EpisodeReply]:
+    def _replies(self, episodes: Episodes, calls: Sequence[EpisodeCall], step: int) -> list[EpisodeReply]:
         """Return one reply a call: of the log, or of its environment."""
         found = [None if self.log is None else self.log.find(call) for call in calls]
         due = [call for call, reply in zip(calls, found, strict=True) if reply is None]
@@ -157,7 +155,7 @@ class ReplySource:
         replies = [next(given) if reply is None else reply for reply in found]
         if self.log is not None:
             pairs = zip(zip(calls, replies, strict=True), found, strict=True)
-            self.log.add([each for each, earlier in pairs if earlier is None])
+            self.log.add(step, [each for each, earlier in pairs if earlier is None])
         return replies
 
     def _row_reply(self, request: Request, reply: EpisodeReply) -> RowReply:

@@ -15,12 +15,11 @@ from flexrlhf.engines.base import Batch, Moments, Sampling, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import computed_columns
 from flexrlhf.operators.columns import Column, plain
-from flexrlhf.trainer.episode_rows import LOGPROBS, rows_before_turn
 from flexrlhf.trainer.execution import OperatorRun
+from flexrlhf.trainer.open_rows import OpenRows, carried_scores, earlier_scores, places_in
 from flexrlhf.trainer.operator_context import OperatorContext
 from flexrlhf.trainer.prompt_attempts import replace_prompts, take_prompts
 from flexrlhf.trainer.run_training import TRAINING
-from flexrlhf.trainer.segment_rounds import carried_scores, earlier_scores, make_round, places_in, whole_columns
 from flexrlhf.trainer.text_operators import retokenized
 
 _SCORES = ("scores", "token_scores")
@@ -41,9 +40,6 @@ def run_operator(
     if run.operator.kind in TRAINING:
         return TRAINING[run.operator.kind](run, store, context)
     batch = run.batch(store, context.device)
-    if run.operator.kind == "interact":
-        _interact(run, batch, store, context)
-        return {}
     if run.operator.kind == "generate":
         columns, statistics = _generate(run, store, context, ahead, before)
     else:
@@ -113,17 +109,8 @@ def _generate(
     if run.operator.is_greedy:
         sampling = replace(sampling, temperature=0.0)
     batches = [each.batch(store, context.device) for each in (run, *ahead)]
-    if run.operator.turns:
-        columns = _turn(run, batches[0], store, sampling, context)
-    elif run.operator.carries:
-        rounds = [
-            make_round(each, batch, before, sampling.step, context.spec.lengths)
-            for each, batch in zip((run, *ahead), batches, strict=True)
-        ]
-        first, *later = [_limited(each.continued, context.spec.rollout.segment_tokens) for each in rounds]
-        generated = engine.generate(first, sampling, later)
-        by_row = context.spec.rollout.groups == "as-ended"
-        columns = whole_columns(run, rounds[0], generated, run.model.version, by_row)
+    if run.operator.has_replies or run.operator.carries:
+        columns = _continued([run, *ahead], batches, sampling, context, before)
     else:
         columns = engine.generate(batches[0], sampling, batches[1:])
         columns["policy_version"] = columns["response_mask"].int() * run.model.version
@@ -137,36 +124,27 @@ def _generate(
     return columns, {name: moments(torch.tensor(float(n), device=context.device)) for name, n in counts.items()}
 
 
-def _turn(run: OperatorRun, batch: Batch, store: RowStore, sampling: Sampling, context: OperatorContext) -> Columns:
-    """Return the responses with a further turn of the rows whose episode goes on; a turn that none has is left out."""
-    environment = context.spec.environment
-    assert environment is not None, "turns are of an environment's episodes"
-    rows = rows_before_turn(run, store, context.spec.lengths, sampling.pad_token_id)
-    continued = rows.continued(batch)
-    if not run.has_rows(continued):
-        return rows.unchanged()
-    generated = run.model.engine.generate(_limited(continued, environment.turn_tokens), sampling)
-    return rows.columns(generated, run.model.version)
-
-
-def _limited(batch: Batch, tokens: int | None) -> Batch:
-    """Return the batch with a limit of each row's new tokens; None: to the end of the response."""
-    return batch if tokens is None else batch.with_columns({"most_tokens": torch.full_like(batch.rows, tokens)})
-
-
-def _interact(run: OperatorRun, batch: Batch, store: RowStore, context: OperatorContext) -> None:
-    """Call the environments: their reset, or their reply to the last turn of each row."""
-    assert context.environments is not None, "an environment has a caller"
-    if not run.operator.turns:
-        context.environments.reset(run, batch, store, context.sampling)
-        return
-
-    def check(columns: Columns) -> None:
-        if context.check is not None and context.sampling.step == 0 and not run.goes_on:
-            for sampled in [columns[name] for name in LOGPROBS if name in columns][:1]:
-                context.check.after(run.operator, run.model, store, batch, {**columns, LOGPROBS[0]: sampled})
-
-    context.environments.step(run, store, context.sampling, check)
+def _continued(
+    runs: Sequence[OperatorRun],
+    batches: Sequence[Batch],
+    sampling: Sampling,
+    context: OperatorContext,
+    before: RowStore | None,
+) -> Columns:
+    """Return the columns of the first of ``runs``, whose rows have replies or go on from step to step; an engine may
+    begin with the others' ``batches``."""
+    run, spec = runs[0], context.spec
+    most = spec.rollout.segment_tokens if run.operator.carries else None
+    settings = sampling.step, spec.lengths, sampling.pad_token_id, before, most
+    rows, *later = (OpenRows.begin(each, batch, *settings) for each, batch in zip(runs, batches, strict=True))
+    if run.operator.has_replies:
+        assert context.environments is not None, "an environment has a caller"
+        context.environments.play(run, rows, sampling)
+    else:
+        places = rows.open_places
+        ahead = [each.continued(each.open_places) for each in later]
+        rows.add(places, run.model.engine.generate(rows.continued(places), sampling, ahead), run.model.version)
+    return rows.columns(by_row=spec.rollout.groups == "as-ended")
 
 
 def _combine(

@@ -20,8 +20,8 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.data.turn_tokens import ReadReply
 from flexrlhf.operators.columns import Column
 from flexrlhf.placement.layout import BatchShape
-from flexrlhf.trainer.episode_rows import parts_of
 from flexrlhf.trainer.execution import Execution, Observer, OperatorRun
+from flexrlhf.trainer.open_rows import parts_of
 
 SampleOrigin = Literal["training", "evaluation"]
 ORDER: tuple[SampleOrigin, ...] = ("training", "evaluation")

@@ -26,8 +26,8 @@ from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
 from flexrlhf.rewards.base import Sample
 from flexrlhf.rewards.scorer import Scorer
-from flexrlhf.trainer.episode_rows import parts_of
 from flexrlhf.trainer.loaded_models import LoadedModel
+from flexrlhf.trainer.open_rows import parts_of
 
 _DTYPES = {"scores": torch.float32, "token_scores": torch.float32, Column.STEP_ENDS: torch.uint8}
 DecodeTokens = Callable[[Sequence[int]], str]

@@ -1,0 +1,271 @@
+"""Rows that a generate has under way: what the step before has left of them, what a call of the engine and a reply of
+an environment add, and what a step trains on.
+
+A response is all that follows the prompt: tokens that the policy has sampled (``response_mask``), and replies, which
+``attention_mask`` has, too. In segments place ``p`` of a step's batch has prompt ``p // segments`` of the round
+``p % segments`` steps before. In the next step that prompt is one place further, on the same rank. Sampling noise is
+that of the step and row in which a row was taken, so a segment's border changes no token unless the weights change
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexrlhf.comm.rows import RowStore
+from flexrlhf.engines.base import Batch
+from flexrlhf.objectives.context import Columns, EarlierScores
+from flexrlhf.operators.columns import Column, Lengths
+from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
+from flexrlhf.placement.layout import BatchShape
+from flexrlhf.trainer.execution import OperatorRun
+
+LOGPROBS = ("rollout_logprobs", "logprobs")
+"""Log-probs of generation; without a pass of the trained model they serve as the policy's as well."""
+TOOL_CALLS = ("tool_calls", "failed_tool_calls")
+GOING = EPISODE_STATES["going on"]
+
+
+def parts_of(sampled: Tensor, ends: Tensor, count: int) -> Iterator[tuple[bool, range]]:
+    """Yield the turns and the replies of a response, in order: whether its tokens are sampled, and their places.
+
+    sampled:  (R,), on the host.
+    ends:     (R,), last tokens of turns.
+    count:    tokens of the response, those of replies included.
+    """
+    start = 0
+    for place in range(1, count + 1):
+        if place == count or sampled[place] != sampled[place - 1] or ends[place - 1]:
+            yield bool(sampled[start]), range(start, place)
+            start = place
+
+
+@dataclass(frozen=True)
+class OpenRows:
+    """Rows of one rank in a generate, n of the step's batch.
+
+    batch:   all of them.
+    shape:   of the step.
+    ages:    int64 (n,), steps since each row was taken.
+    steps:   int64 (n,), the steps that took them.
+    taken:   int64 (n,), the rows as these steps took them.
+    exists:  bool (n,), rows of prompts that are under way.
+    state:   columns so far, zeros of rows that do not exist.
+    left:    int64 (n,), tokens that each may still sample in this step.
+    """
+
+    batch: Batch
+    shape: BatchShape
+    ages: Tensor
+    steps: Tensor
+    taken: Tensor
+    exists: Tensor
+    state: Columns
+    left: Tensor
+
+    @classmethod
+    def begin(
+        cls,
+        run: OperatorRun,
+        batch: Batch,
+        step: int,
+        lengths: Lengths,
+        pad_token_id: int,
+        before: RowStore | None = None,
+        most_tokens: int | None = None,
+    ) -> OpenRows:
+        """Return the rows of ``batch`` at the start of ``step``.
+
+        before:       rows of the step before, of which ``run`` carries some; None: there are none.
+        most_tokens:  that a row samples in a step; None: to its end.
+        """
+        shape, rows = run.shape, batch.rows
+        samples = shape.samples_per_prompt
+        ages = rows // samples % shape.segments
+        state = _carried(run, batch, before, lengths)
+        # without dynamic sampling every step takes as many prompts as there are places
+        is_taken = batch.columns.get(Column.POSITION, torch.zeros_like(rows)) >= 0
+        is_new = (ages == 0) & is_taken
+        exists = is_new
+        if Column.PRESENT in state:
+            # an episode that failed before its first turn may wait for others of its prompt
+            has_text = state["response_mask"].any(1) | state["attention_mask"].any(1)
+            exists = is_new | (has_text & (state[Column.PRESENT] == 0))
+        texts = torch.cat([batch["prompt_mask"], state["response_mask"]], 1)
+        state["attention_mask"] = texts.where((state["attention_mask"].sum(1) == 0)[:, None], state["attention_mask"])
+        padding = batch["prompts"].new_full((len(batch), lengths.response), pad_token_id)
+        begun = torch.cat([batch["prompts"], padding], 1)
+        state["tokens"] = begun.where(is_new[:, None], state["tokens"])
+        taken = rows // (samples * shape.segments) * samples + rows % samples
+        left = torch.full_like(rows, lengths.response if most_tokens is None else most_tokens)
+        return cls(batch, shape, ages, step - ages, taken, exists, state, left)
+
+    @property
+    def prompt(self) -> int:
+        """Number of prompt positions."""
+        return self.state["tokens"].shape[1] - self.state["response_mask"].shape[1]
+
+    @property
+    def context(self) -> Tensor:
+        """Response tokens uint8 (n, R) so far, those of replies included."""
+        return self.state["attention_mask"][:, self.prompt :]
+
+    @property
+    def is_new(self) -> Tensor:
+        """Rows bool (n,) that this step has taken."""
+        return self.exists & (self.ages == 0)
+
+    @property
+    def has_last_segment(self) -> Tensor:
+        """Rows bool (n,) that the step trains on, however far they are."""
+        return self.ages == self.shape.segments - 1
+
+    @property
+    def has_ended(self) -> Tensor:
+        """Rows bool (n,) that no token follows."""
+        if "episode" in self.state:
+            return self.state["episode"] != GOING
+        return (self.state["finished"] == 1) | self.context.all(1)
+
+    @property
+    def open_places(self) -> Tensor:
+        """Places int64 (k,) of the rows that may sample on in this step."""
+        return (self.exists & ~self.has_ended & (self.left > 0)).nonzero().squeeze(1)
+
+    @property
+    def turn_starts(self) -> Tensor:
+        """Response tokens int64 (n,) before the turn under way."""
+        if Column.TURN_ENDS not in self.state:
+            return torch.zeros_like(self.ages)
+        is_behind = (self.context > self.state["response_mask"]) | (self.state[Column.TURN_ENDS] > 0)
+        return ((torch.arange(is_behind.shape[1], device=is_behind.device) + 1) * is_behind).amax(1)
+
+    def continued(self, places: Tensor, turn_tokens: int | None = None) -> Batch:
+        """Return the rows at ``places``, for an engine, with their response so far. ``turn_tokens``: of a turn."""
+        width, starts = self.prompt, self.turn_starts[places]
+        texts, masks = self.state["tokens"][places], self.state["attention_mask"][places]
+        limits = self.left[places]
+        if turn_tokens is not None:
+            limits = limits.minimum(starts + turn_tokens - masks[:, width:].sum(1))
+        columns = {
+            "prompts": texts[:, :width],
+            "prompt_mask": masks[:, :width],
+            "responses": texts[:, width:],
+            "response_mask": masks[:, width:],
+            "noise_step": self.steps[places],
+            "most_tokens": limits,
+            # stop strings end a turn
+            "searched_from": starts,
+        }
+        return Batch(columns, self.taken[places], self.batch.samples_per_prompt, tokens=self.batch.tokens)
+
+    def add(self, places: Tensor, generated: Mapping[str, Tensor], version: int) -> None:
+        """Add what an engine has ``generated`` of the rows at ``places``. ``version``: of the weights."""
+        state, width = self.state, self.prompt
+        is_new = (generated["response_mask"] > 0) & (self.context[places] == 0)
+        if Column.EXPERTS in state:
+            state[Column.EXPERTS][places] = self._experts(places, generated[Column.EXPERTS])
+        state["response_mask"][places] |= is_new.to(torch.uint8)
+        state["attention_mask"][places, width:] = generated["response_mask"]
+        for name in ("tokens", "finished"):
+            state[name][places] = generated[name]
+        state["policy_version"][places] += is_new.int() * version
+        for name in LOGPROBS:
+            if name in state:
+                state[name][places] += generated["rollout_logprobs"] * is_new
+        self.left[places] -= is_new.sum(1)
+
+    def add_replies(self, places: Tensor, found: Mapping[str, Tensor]) -> None:
+        """Add the replies of environments to the turns that the rows at ``places`` end with.
+
+        found: tokens (k, R); their number, the reward, the state of the episode, calls of tools, and the digest (k,).
+        """
+        state, width = self.state, self.prompt
+        masks = self.context[places]
+        ends = masks.sum(1)
+        index = torch.arange(masks.shape[1], device=masks.device) - ends[:, None]
+        is_reply = (index >= 0) & (index < found["length"][:, None])
+        replies = found["tokens"].gather(1, index.clamp(min=0)).to(state["tokens"].dtype)
+        state["tokens"][places, width:] = replies.where(is_reply, state["tokens"][places, width:])
+        state["attention_mask"][places, width:] = masks | is_reply.to(masks.dtype)
+        episode = state["episode"][places] = found["end"].to(torch.uint8)
+        # cut for want of room, or of an environment
+        is_cut = (episode == EPISODE_STATES["no room"]) | (episode >= FAILED)
+        finished = state["finished"][places].masked_fill(is_cut, 0)
+        # the environment's end is one, however the turn before it ended
+        state["finished"][places] = finished.masked_fill(episode == EPISODE_STATES["ended"], 1)
+        state["turns"][places] += 1
+        for name in TOOL_CALLS:
+            state[name][places] += found[name].to(torch.int32)
+        state[Column.TURN_ENDS][places, ends - 1] = 1
+        state[Column.REWARDS][places, ends - 1] += found["reward"].float()
+        if Column.REPLIED in state:
+            state[Column.REPLIED][places, ends] = found["digest"].to(torch.int32)
+
+    def _experts(self, places: Tensor, found: Tensor) -> Tensor:
+        """Return the experts (k, ...) of the rows at ``places``: of tokens that a call has read before, as it chose
+        them. A call reads all tokens before the last one that it samples."""
+        masks, earlier = self.state["response_mask"][places], self.state[Column.EXPERTS][places]
+        numbers = torch.arange(1, masks.shape[1] + 1, device=masks.device)
+        last = (numbers * masks).amax(1)
+        ends = (self.prompt + last - 1).where(last > 0, 0)
+        size = earlier.shape[1] // self.state["tokens"].shape[1]
+        was_read = torch.arange(self.state["tokens"].shape[1], device=masks.device) < ends[:, None]
+        return earlier.where(was_read.repeat_interleave(size, 1), found)
+
+    def columns(self, by_row: bool) -> Columns:
+        """Return the columns of all rows at the end of the step, with ``present``: rows that have ended, or had their
+        last segment; all responses to a prompt at once, unless ``by_row``."""
+        samples = self.shape.samples_per_prompt
+        has_ended = self.exists & (self.has_ended | self.has_last_segment)
+        if not by_row:
+            has_ended = has_ended.view(-1, samples).all(1).repeat_interleave(samples)
+        # a row that is trained on is not carried, so its place is empty in the next step
+        columns = {
+            name: values.where(self.exists.view(-1, *[1] * (values.dim() - 1)), torch.zeros_like(values))
+            for name, values in self.state.items()
+        }
+        return {**columns, Column.PRESENT: has_ended.to(torch.uint8)}
+
+
+def _carried(run: OperatorRun, batch: Batch, before: RowStore | None, lengths: Lengths) -> Columns:
+    """Return the columns (n, ...) that ``run`` writes, as the step ``before`` has left those that it carries; zeros of
+    others."""
+    columns, empty, samples = Columns(), RowStore(lengths, batch.rows.device), run.shape.samples_per_prompt
+    continues, suffix = batch.rows // samples % run.shape.segments > 0, run.operator.suffix
+    earlier = (batch.rows[continues] - samples).tolist()
+    for name in dict.fromkeys((*(name.removesuffix(suffix) for name in run.operator.writes), LOGPROBS[0])):
+        none = empty.get(name, ())
+        columns[name] = none.new_zeros(len(batch), *none.shape[1:])
+        if before is not None and earlier and f"{name}{suffix}" in run.operator.carries:
+            columns[name][continues] = before.get(f"{name}{suffix}", earlier)
+    return columns
+
+
+def places_in(run: OperatorRun, batch: Batch) -> Tensor:
+    """Return the places of the rows of ``batch`` among all rows of ``run``, int64 (n,)."""
+    place = {row: index for index, row in enumerate(run.rows)}
+    return torch.tensor([place[row] for row in batch.rows.tolist()], dtype=torch.int64, device=batch.rows.device)
+
+
+def carried_scores(run: OperatorRun, before: RowStore | None, device: torch.device) -> Tensor:
+    """Return the scores of all rows of ``run`` (n,) that ended in steps before; NaN of others."""
+    samples, segments = run.shape.samples_per_prompt, run.shape.segments
+    scores = torch.full((len(run.rows),), torch.nan, device=device)
+    places = [place for place, row in enumerate(run.rows) if row // samples % segments]
+    if before is not None and places:
+        scores[places] = before.get(Column.GROUP_SCORES, [run.rows[place] - samples for place in places])
+    return scores
+
+
+def earlier_scores(run: OperatorRun, batch: Batch, scores: Tensor) -> EarlierScores:
+    """Return the groups of the rows of ``batch``, with ``scores`` (n,) of all rows of ``run`` as far as they ended in
+    steps before."""
+    samples = run.shape.samples_per_prompt
+    places = places_in(run, batch)
+    groups, index = (places // samples).unique(return_inverse=True)
+    return EarlierScores(scores.view(-1, samples)[groups], index * samples + places % samples)
