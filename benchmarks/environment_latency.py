@@ -136,7 +136,7 @@ def report(config: Path, measured: Measurements, latencies: Sequence[float], ste
             found.append(measured_seconds(changed[0].partition("=")[2]))
         pairs = zip((each.seconds for each in simulations), found, strict=True)
         cells = (f"{value:.2f}" for pair in pairs for value in pair)
-        waits = simulations[0].reply_waits / simulations[0].seconds
+        waits = simulations[0].reply_seconds / simulations[0].seconds
         rows.append((f"{seconds:g} s", f"{waits:.0%}", *cells, f"{found[0] / min(found):.2f} x", advice))
         print("\n".join(table(rows, ">" * len(rows[0]))), flush=True)
 

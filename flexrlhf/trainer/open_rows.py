@@ -93,7 +93,7 @@ class OpenRows:
         exists = is_new
         if Column.PRESENT in state:
             # an episode that failed before its first turn may wait for others of its prompt
-            has_text = state["response_mask"].any(1) | state["attention_mask"].any(1)
+            has_text = state["response_mask"].bool().any(1) | state["attention_mask"].bool().any(1)
             exists = is_new | (has_text & (state[Column.PRESENT] == 0))
         texts = torch.cat([batch["prompt_mask"], state["response_mask"]], 1)
         state["attention_mask"] = texts.where((state["attention_mask"].sum(1) == 0)[:, None], state["attention_mask"])

@@ -261,9 +261,6 @@ class Rank:
                 self._compare(position, step, run, model)
             case "combine":
                 self._combine(position, step, run, model)
-            case "interact":
-                for row, read in self._reads(step, run, run.mini_batches).items():
-                    self._write(step, run, row, read, 0)
             case _:
                 if run.operator.kind == "generate":
                     self._begin(step, run)
@@ -347,15 +344,13 @@ class Rank:
         return dict(sorted(merged.items()))
 
     def _reads(self, step: int, run: Run, mini_batches: range) -> dict[int, Value]:
-        """Digest of this rank's rows of ``mini_batches`` in the columns that the operator reads, carries, continues."""
+        """Digest of this rank's rows of ``mini_batches`` in the columns that the operator reads and carries."""
         batch = self._plan.batch
         rows = batch.rows(batch.prompts_on(run.layout, self.number, mini_batches, run.attempt))
         moved = [column for column in run.operator.reads if column not in self._plan.graph.inputs]
         self._rows_of(step).land(moved)
-        # as the turn before has left them
-        names = (*run.operator.reads, *(run.operator.continues if run.turn else ()))
         return {
-            row: digest(*(self._read(step, name, row) for name in names), *self._carried(step, run, row))
+            row: digest(*(self._read(step, name, row) for name in run.operator.reads), *self._carried(step, run, row))
             for row in rows
         }
 
@@ -386,18 +381,16 @@ class Rank:
     def _write(self, step: int, run: Run, row: int, read: Value, context: Value) -> None:
         for column in run.operator.writes:
             value = written(run.operator, column, step, row, read, context)
-            self._put(step, column, row, value, run.turn)
-            if not run.goes_on and run.layout.is_first_of_replica(self.number):
+            self._put(step, column, row, value)
+            if run.layout.is_first_of_replica(self.number):
                 self.trace.produced.add((step, column, row))
 
-    def _put(self, step: int, column: str, row: int, value: Value, turn: int = 0) -> None:
-        """Store a cell, which a later turn changes in place."""
+    def _put(self, step: int, column: str, row: int, value: Value) -> None:
+        """Store a cell."""
         values = self._rows_of(step).values
         place = f"{column} of row {row}, step {step}"
-        assert turn or (column, row) not in values, f"rank {self.number} already has {place}"
-        assert not turn or (column, row) in values, f"rank {self.number} has no turn before {turn} of {place}"
-        if not turn:
-            self._count(step, column)
+        assert (column, row) not in values, f"rank {self.number} already has {place}"
+        self._count(step, column)
         values[column, row] = value
         self.trace.seen[step, column, row] = value
 

@@ -325,7 +325,7 @@ def split_by_protocols(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
     rng = Random(f"protocols {raw}")
     if not chance(rng, 0.4):
         return raw, plan
-    names = [operator.name for operator in plan.graph.operators if operator.kind != "interact" and not operator.is_rare]
+    names = [operator.name for operator in plan.graph.operators if not operator.is_rare]
     functions = [f"{SPLITS}:{name}" for name in ("round_robin", "last_alone", "scattered")]
     protocols = {name: rng.choice(functions) for name in rng.sample(names, rng.randint(1, len(names)))}
     changed = {**deepcopy(raw), "algorithm": {**raw["algorithm"], "protocols": protocols}}

@@ -14,8 +14,6 @@ def memory_of(plan: Plan) -> DeviceMemory:
 def models_used(plan: Plan, rank: int, instruction: Instruction) -> set[str]:
     """Models on ``rank`` that an instruction computes with, reads or overwrites."""
     match instruction:
-        case Run() if instruction.operator.kind == "interact":
-            names = set()  # environments
         case Run() | Save():
             names = {instruction.model}
         case Eval():

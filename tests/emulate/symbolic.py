@@ -6,7 +6,7 @@ computes a run from its spec alone, one batch after another, without placement o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -58,9 +58,8 @@ def statistic(reads: Mapping[int, Value]) -> Value:
 
 
 def whitening(spec: Spec, operator: Operator) -> str:
-    """Rows that the statistic of a combine is over; sums of scores and replies of environments have none."""
-    has_none = operator.kind == "interact" or operator.function == "reward"
-    return "none" if has_none else getattr(spec.algorithm, "whiten", "none")
+    """Rows that the statistic of a combine is over; sums of scores have none."""
+    return "none" if operator.function == "reward" else getattr(spec.algorithm, "whiten", "none")
 
 
 def updated(operator: Operator, weights: Value, reads: Mapping[int, Value]) -> Value:
@@ -137,21 +136,6 @@ def has_shadows(spec: Spec, num_roles: int) -> bool:
     return spec.placement is not None and len(spec.placement) > num_roles
 
 
-def columns_read(operator: Operator, turn: int) -> tuple[str, ...]:
-    """Columns that an operator reads, also those that the turn before has left."""
-    return (*operator.reads, *(operator.continues if turn else ()))
-
-
-def in_turns(operators: Sequence[Operator]) -> Iterator[tuple[Operator, int]]:
-    """Operators with their turn, in order: those with several have one each before any has the next."""
-    taking = [operator for operator in operators if operator.turns]
-    for operator in operators:
-        if not operator.turns:
-            yield operator, 0
-        elif operator == taking[0]:
-            yield from ((each, turn) for turn in range(operator.turns) for each in taking)
-
-
 def reference(spec: Spec) -> Reference:
     """The right result of ``spec``."""
     return _Run(spec).play()
@@ -162,7 +146,7 @@ class _Run:
         self._spec = spec
         plain = make_graph(spec)
         graph = with_rollout(plain, spec, is_remote=has_shadows(spec, len(plain.roles)))
-        self._graph = with_episodes(with_attempts(with_segments(graph, spec), spec), spec)
+        self._graph = with_attempts(with_segments(with_episodes(graph, spec), spec), spec)
         self._columns: dict[Cell, Value] = {}
         self._evaluated: dict[Cell, Value] = {}
         self._versions = {role: [initial_weights(role)] for role in self._graph.roles}
@@ -171,12 +155,12 @@ class _Run:
         if self._spec.eval is not None and self._spec.eval.before:
             self._evaluate(0)
         for step in range(self._spec.steps):
-            for operator, turn in in_turns(self._graph.operators):
+            for operator in self._graph.operators:
                 if operator.kind == "train":
                     self._train(operator, step)
                 elif is_due(self._spec, operator, step):
                     own = self._versions[operator.role][version_used(self._spec, operator, step)]
-                    self._write(operator, step, own if operator.adapters else initial_weights(operator.role), turn)
+                    self._write(operator, step, own if operator.adapters else initial_weights(operator.role))
             for role in set(self._graph.roles) - set(self._graph.trained):
                 self._versions[role].append(self._versions[role][-1])
             if is_evaluated(self._spec, step):
@@ -188,12 +172,11 @@ class _Run:
         settings, algorithm = self._spec.eval, self._spec.algorithm
         assert settings is not None
         samples = settings.samples_per_prompt or algorithm.samples_per_prompt
-        for operator, turn in in_turns(self._graph.evaluation):
-            names = columns_read(operator, turn)
+        for operator in self._graph.evaluation:
             for row in range(num_evaluation_prompts(algorithm.num_prompts) * samples):
-                read = digest(*(self._read_evaluation(step, column, row) for column in names))
+                read = digest(*(self._read_evaluation(step, column, row) for column in operator.reads))
                 weights = self._versions[operator.role][-1] if operator.adapters else initial_weights(operator.role)
-                context = 0 if operator.kind in ("combine", "interact") else weights
+                context = 0 if operator.kind == "combine" else weights
                 for column in operator.writes:
                     self._evaluated[step, column, row] = written(operator, column, step, row, read, context)
 
@@ -207,10 +190,11 @@ class _Run:
         rows = algorithm.samples_per_prompt * self._spec.num_segments * algorithm.attempts
         return [range(m * prompts // count * rows, (m + 1) * prompts // count * rows) for m in range(count)]
 
-    def _reads(self, operator: Operator, step: int, rows: Iterable[int], turn: int = 0) -> dict[int, Value]:
-        names = columns_read(operator, turn)
+    def _reads(self, operator: Operator, step: int, rows: Iterable[int]) -> dict[int, Value]:
         return {
-            row: digest(*(self._read(step, column, row) for column in names), *self._carried(operator, step, row))
+            row: digest(
+                *(self._read(step, column, row) for column in operator.reads), *self._carried(operator, step, row)
+            )
             for row in rows
         }
 
@@ -226,15 +210,15 @@ class _Run:
             return input_value(step, column, row)
         return self._columns[step, column, row]
 
-    def _write(self, operator: Operator, step: int, weights: Value, turn: int) -> None:
+    def _write(self, operator: Operator, step: int, weights: Value) -> None:
         mini_batches = self._mini_batches()
         whiten = whitening(self._spec, operator)
         together = [range(mini_batches[-1].stop)] if whiten == "batch" else mini_batches
         for rows in together:
-            reads = self._reads(operator, step, rows, turn)
+            reads = self._reads(operator, step, rows)
             shared = statistic(reads) if whiten != "none" else 0
             for row, read in reads.items():
-                context = shared if operator.kind in ("combine", "interact") else weights
+                context = shared if operator.kind == "combine" else weights
                 for column in operator.writes:
                     self._columns[step, column, row] = written(operator, column, step, row, read, context)
 

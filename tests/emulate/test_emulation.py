@@ -391,32 +391,6 @@ def test_a_dropped_transfer_is_reported(mode: Mode) -> None:
         emulate(with_instructions(ppo_plan([1, 1, "1/2", "1/2"], 2), drop), mode)
 
 
-def test_chunks_take_turns() -> None:
-    """While the environments of one reply, the other is generated."""
-    runs = [x for x in ppo_plan(SIX, 4, {"num_chunks": 2}, turns=3).schedule.instructions if isinstance(x, Run)]
-    turns = [(x.operator.kind, x.turn, x.chunk) for x in runs if x.operator.turns]
-    assert turns == [(kind, turn, n) for turn in range(3) for n in range(2) for kind in ("generate", "interact")]
-
-
-def test_a_turn_that_is_left_out_is_reported() -> None:
-    plan = ppo_plan([1, 1, "1/2", "1/2"], 2, turns=3)
-    kept = tuple(x for x in plan.schedule.instructions if not (isinstance(x, Run) and x.turn == 1))
-    left_out = replace(plan, schedule=replace(plan.schedule, instructions=kept))
-    with pytest.raises(AssertionError, match=r"step 0: tokens.turn of row 0 on rank 0 differs from the reference"):
-        check_result(left_out, emulate(left_out, "asynchronous"))
-
-
-def test_a_response_that_moves_before_its_last_turn_is_reported() -> None:
-    plan = ppo_plan(SIX, 2, turns=2)
-    instructions = list(plan.schedule.instructions)
-    move = next(i for i, x in enumerate(instructions) if isinstance(x, Move) and "tokens" in x.columns)
-    first = next(i for i, x in enumerate(instructions) if isinstance(x, Run) and x.operator.name == "interact")
-    instructions.insert(first + 1, instructions.pop(move))
-    early = replace(plan, schedule=replace(plan.schedule, instructions=tuple(instructions)))
-    with pytest.raises(AssertionError, match=r"step 0: tokens of row 0 on rank 0 differs from the reference"):
-        check_result(early, emulate(early, "asynchronous"))
-
-
 def test_a_response_that_goes_on_on_another_rank_is_reported() -> None:
     class Separated(BatchShape):
         """Places of one prompt are split over the replicas, which those of other steps are not."""

@@ -144,7 +144,7 @@ class EmulatedRun:
                 continue
             if each.operator.takes_prompts:
                 self._take(step, each)
-            if each.operator == first and not each.turn:
+            if each.operator == first:
                 self._generate(step, each)
             if each.operator == self.training:
                 self._train(step, each)

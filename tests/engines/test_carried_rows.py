@@ -17,7 +17,7 @@ from flexrlhf.operators.graph import GENERATE
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.loaded_models import LoadedModel
-from flexrlhf.trainer.segment_rounds import SegmentRows, make_round, whole_columns
+from flexrlhf.trainer.open_rows import OpenRows
 from flexrlhf.weights.shapes import model_shape
 
 PROMPTS, SAMPLES, TOKENS = 5, 2, 4
@@ -80,7 +80,7 @@ class Rounds:
         self.runs = [OperatorRun(operator, loaded, layout, self.shape, mini_batches, rank) for rank in range(num_ranks)]
         self.stores: list[RowStore | None] = [None] * num_ranks
 
-    def generate(self, step: int, version: int) -> list[SegmentRows]:
+    def generate(self, step: int, version: int) -> list[OpenRows]:
         """Execute the round of ``step`` on every rank."""
         made = []
         for run, before in zip(self.runs, self.stores, strict=True):
@@ -90,10 +90,12 @@ class Rounds:
                 taken = prompts_of(max(0, step - age))
                 for name in GENERATE.reads:
                     store.put(name, [row], taken[name][number : number + 1])
-            each = make_round(run, run.batch(store, torch.device("cpu")), before, step, LENGTHS)
-            limits = {"most_tokens": torch.full_like(each.continued.rows, TOKENS)}
-            generated = self.engine.generate(each.continued.with_columns(limits), replace(PLAIN, step=step))
-            columns = whole_columns(run, each, generated, version, self.by_row)
+            batch = run.batch(store, torch.device("cpu"))
+            each = OpenRows.begin(run, batch, step, LENGTHS, PLAIN.pad_token_id, before, TOKENS)
+            places = each.open_places
+            generated = self.engine.generate(each.continued(places), replace(PLAIN, step=step))
+            each.add(places, generated, version)
+            columns = each.columns(self.by_row)
             for name in run.operator.writes:
                 store.put(name, run.rows, columns[name])
             made.append(each)
@@ -124,8 +126,7 @@ def test_rows_that_are_carried_become_the_responses_of_their_steps(num_ranks: in
     longest = torch.arange(LENGTHS.response) < TOKENS * segments
     for step in range(steps):
         for each in rounds.generate(step, version=10 + step):
-            of_noise = each.continued["noise_step"]
-            assert (of_noise > step - segments).all() and (of_noise <= step).all()
+            assert (each.steps > step - segments).all() and (each.steps <= step).all()
         for (age, number), cells in rounds.trained().items():
             expected = {name: column[number] for name, column in whole[step - age].items()}
             mask = expected["response_mask"].bool() & longest

@@ -109,22 +109,6 @@ def test_an_episode_is_resumed_by_its_turns(play: Play) -> None:
     assert (reply.messages, reply.reward, reply.is_done, reply.failure) == ((("", "right at 3"),), 1.0, True, None)
 
 
-def test_async_episodes_of_a_chunk_wait_together_and_for_no_other_chunk() -> None:
-    """From the second step on: whether they are async is known with the first reply."""
-    episodes = Episodes(EnvironmentSpec(path=own("Together")), 2, chunks=2)
-
-    def replied(step: int, *turns: str) -> list[str]:
-        chunks = ([EpisodeCall((step, row), {}, 0, turns) for row in rows] for rows in (range(4), range(4, 9)))
-        replies = (said(episodes.replies(chunk, 60.0)) for chunk in chunks)
-        return [text for chunk in replies for messages in chunk for _, text in messages]
-
-    try:
-        assert not replied(0) and not replied(1)
-        assert replied(1, "go") == ["4"] * 4 + ["5"] * 5
-    finally:
-        episodes.close()
-
-
 def test_episodes_are_closed() -> None:
     """Once done, failed, at the last turn, or when a later step has begun."""
     episodes = Episodes(EnvironmentSpec(path=own("Open")), 1)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from collections import Counter
-from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -18,21 +15,13 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.reward_sources import ModelSource
 from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.guideline.simulation.inputs import costs_for
-from flexrlhf.guideline.simulation.simulate import simulate
-from flexrlhf.guideline.simulation.simulation_text import format_simulation
 from flexrlhf.metrics import EPISODE_FAILURES, FAILED_IN_A_ROW, METRICS, Triple
 from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.episodes import episodes
 from flexrlhf.objectives.reward_shaping import weighted_scores
 from flexrlhf.operators.outcomes import EPISODE_STATES, failed_state
-from flexrlhf.plan.overlap import overlapping_operators
-from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.plan.repeated_turns import repeated_turns
 from flexrlhf.plan.schedule_text import schedule_table
-from flexrlhf.report.look import InstructionStyles
-from flexrlhf.strategies.instructions import Instruction, Move, Run
+from flexrlhf.strategies.instructions import Run
 from flexrlhf.trainer.controllers import Controllers
 
 GAME = "environment={path: game.py:Game, max_turns: 2}"
@@ -54,16 +43,6 @@ GAME = "environment={path: game.py:Game, max_turns: 2}"
             "environment.turn_tokens: 9, and a response has 8 tokens at most (data.max_response_tokens), replies "
             "included; use 8 or less",
         ),
-        (
-            ("rollout.segment_tokens=4",),
-            "rollout.segment_tokens: 4 carries responses to the next step, and the environment's episodes end in "
-            "theirs; use null",
-        ),
-        (
-            ("algorithm={name: grpo, samples_per_prompt: 2, dynamic_sampling: {rounds: 2}}",),
-            "algorithm.dynamic_sampling samples prompts again in the step, and the environment's episodes run "
-            "once; use null",
-        ),
     ],
 )
 def test_runs_without_episodes_are_refused(overrides: tuple[str, ...], sentence: str) -> None:
@@ -73,60 +52,33 @@ def test_runs_without_episodes_are_refused(overrides: tuple[str, ...], sentence:
 
 @pytest.mark.parametrize("name", ["reinforce++", "raft", "rloo", "safe-rlhf", "ac-share"])
 def test_algorithms_that_generate_have_episodes(name: str) -> None:
-    """Their outcomes follow from the episodes, and no column of a turn travels before the last one."""
+    """One operator plays them, whatever number of turns they have; outcomes follow from the episodes."""
     samples = "" if name in ("safe-rlhf", "ac-share") else ", samples_per_prompt: 2"
     cost = (f"models.cost={{init: {TINY}}}",) if name == "safe-rlhf" else ()
     plan = plan_of(None, 4, GAME, f"algorithm={{name: {name}, prompts_per_step: 8{samples}}}", *cost)
     advantages = plan.graph.producers["outcome"]
     assert "episode" in advantages.reads and advantages.kind == "combine"
-    runs = [each for each in plan.schedule.instructions if isinstance(each, Run) and each.operator.turns]
-    assert [(run.operator.kind, run.turn) for run in runs] == [
-        ("generate", 0), ("interact", 0), ("generate", 1), ("interact", 1)
-    ]  # fmt: skip
-    assert not any(
-        ".turn" in name for each in plan.schedule.instructions if isinstance(each, Move) for name in each.columns
-    )
+    playing = [each for each in plan.schedule.instructions if isinstance(each, Run) and each.operator.has_replies]
+    assert [run.operator.name for run in playing] == ["generate"]
+    algorithm = f"algorithm={{name: {name}, prompts_per_step: 8{samples}}}"
+    longer = plan_of(None, 4, GAME.replace("2", "64"), algorithm, *cost)
+    assert schedule_table(longer) == schedule_table(plan)
 
 
-MANY = 64
-H100S = "cluster={nodes: [{count: 1, devices: 4, class: H100-80G}]}"
-SHADOW = {"actor": 0.5, "actor.shadow": 0.5, "ref": 0.5, "reward": 0.5}
+TOGETHER = {
+    "segments": ("rollout.segment_tokens=4",),
+    "attempts": ("algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2, dynamic_sampling: {rounds: 2}}",),
+}
 
 
-@pytest.mark.parametrize(("placement", "overrides"), [("1,1,0.5", ()), (SHADOW, ("schedule.lag=1", "steps=5"))])
-def test_many_turns_are_planned_in_linear_time_and_few_lines(placement: object, overrides: tuple[str, ...]) -> None:
-    """Calls of functions stand for time. The table has as many lines for any number of turns, and all instructions."""
-    algorithm = "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2, num_mini_batches: 4}"
-
-    def planned(turns: int) -> tuple[Plan, int]:
-        game, calls = f"environment={{path: game.py:Game, max_turns: {turns}}}", Counter[str]()
-        sys.setprofile(lambda frame, event, arg: calls.update([event]))
-        try:
-            plan = plan_of(placement, 4, game, algorithm, "schedule.num_chunks=4", H100S, *overrides)
-            text = format_plan(plan) + format_simulation(simulate(plan), costs_for(plan.spec, None))
-        finally:
-            sys.setprofile(None)
-        assert len(text.splitlines()) < 200
-        return plan, calls["call"]
-
-    few, few_calls = planned(MANY // 4)
-    plan, calls = planned(MANY)
-    assert calls < 4.2 * few_calls
-    assert len(schedule_table(plan)) == len(schedule_table(few))
-    assert overlapping_operators(few.schedule) == overlapping_operators(plan.schedule)
-    listed = Counter[Instruction]()
-    for each in repeated_turns(plan.schedule.instructions):
-        run = each.instruction
-        if isinstance(run, Run) and run.operator.turns:
-            listed.update(replace(run, turn=turn) for turn in each.turns)
-        else:
-            listed[run] += max(1, len(each.turns))
-    assert listed == Counter(plan.schedule.instructions)
-    # in legends each operator has one name and one colour, whatever its turn
-    styles = InstructionStyles(plan)
-    runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
-    assert {styles.of("run", run.label).name for run in runs} == {run.operator.name for run in runs}
-    assert styles.of("run", f"generate, turn {MANY - 1}, on actor") == styles.of("run", "generate on actor")
+@pytest.mark.parametrize("overrides", TOGETHER.values(), ids=list(TOGETHER))
+def test_episodes_are_carried_on_and_sampled_again(overrides: tuple[str, ...]) -> None:
+    """Whatever replies have written is carried with the tokens; an attempt plays episodes of its own."""
+    plan = plan_of(None, 2, GAME, *overrides)
+    runs = [each for each in plan.schedule.instructions if isinstance(each, Run) and each.operator.has_replies]
+    assert {run.attempt for run in runs} == ({0, 1} if plan.batch.attempts > 1 else {None})
+    if plan.batch.segments > 1:
+        assert set(runs[0].operator.carries) == {*runs[0].operator.writes} and "replied" in runs[0].operator.writes
 
 
 def test_rewards_of_turns_are_added_to_other_scores() -> None:

@@ -45,22 +45,20 @@ def test_ranks_of_a_replica_receive_the_replies_that_the_first_one_has() -> None
     """Also of an environment that would reply otherwise to another call; in any order, and none of them stays."""
     settings, store = EnvironmentSpec(path=f"{FILE}:Secret", processes=2), dist.HashStore()
     mailbox = Mailbox(World(0, 2, store, torch.device("cpu"), "gloo"), "environments", 30.0)
-    first, other = (
-        ReplySource(settings, Episodes(settings, 2 - rank), None, mailbox, 30.0, chunks=2) for rank in range(2)
-    )
+    first, other = (ReplySource(settings, Episodes(settings, 2 - rank), None, mailbox, 30.0) for rank in range(2))
     try:
-        later = [other.submit(requests(turns, room), "actor", Replica(False)) for turns, room in TURNS]
+        later = [other.submit(requests(turns, room), "actor", Replica(False), step=1) for turns, room in TURNS]
         for expected, (turns, room) in zip(later, TURNS, strict=True):
-            found = first.submit(requests(turns, room), "actor", Replica(True)).result()
+            found = first.submit(requests(turns, room), "actor", Replica(True), step=1).result()
             assert expected.result() == found
         assert [reply.state for reply in found] == ["no room"] * 3 and found[0].reward == 0.5
         assert store.num_keys() == 0
         # a replica of one rank needs no store
-        alone = first.submit(requests((), None), "actor", Replica(True, group=None)).result()
+        alone = first.submit(requests((), None), "actor", Replica(True, group=None), step=1).result()
         assert [reply.state for reply in alone] == ["going on"] * 3 and store.num_keys() == 0
     finally:
         first.close()
-    waiting = other.submit(requests((), None), "actor", Replica(False))
+    waiting = other.submit(requests((), None), "actor", Replica(False), step=1)
     while not waiting.running():
         time.sleep(0.01)
     other.close()

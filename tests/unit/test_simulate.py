@@ -646,48 +646,15 @@ def replies_of(*seconds: float, **changes: object) -> EnvironmentTimes:
     return EnvironmentTimes.model_validate({"name": "game.py:Game", "resets": (), "replies": seconds, **changes})
 
 
-def test_chunks_alternate_while_environments_reply() -> None:
-    """One chunk waits for both replies; of two chunks one generates meanwhile, until the last reply of the second."""
-    costs = Fixed(replies=replies_of(8))
-    whole = simulate(plan_of(None, 1, *GAME), costs)
-    assert whole.reply_waits == whole.reply_seconds == 16
-    halves = simulate(plan_of(None, 1, *GAME, "schedule.num_chunks=2"), costs)
-    found = times(halves, steps=1)
-    assert [found["generate,", 0, chunk][0] for chunk in (0, 1)] == [0, 8]
-    assert halves.reply_seconds == 32
-    assert halves.reply_waits < 8
-    # environments have a row of their own, whose chunks reply at the same time: there are processes for all rows
-    rows = {span.rank: span.start for span in halves.reply_spans(1) if "turn 0" in span.label}
-    assert rows == {1: 8, 2: 16}
-
-
-def test_chunks_that_share_processes_wait_for_each_other() -> None:
-    """With as many processes as a quarter of the rows replies of all take four times as long, in any number of
-    chunks."""
-    costs = Fixed(replies=replies_of(1))
-    for chunks in (1, 2, 4):
-        plan = plan_of(None, 1, *GAME, "environment.processes=2", f"schedule.num_chunks={chunks}")
-        assert simulate(plan, costs).reply_seconds == 2 * 4
-
-
-def test_chunks_of_async_episodes_have_processes_of_their_own() -> None:
-    costs = Fixed(replies=replies_of(1, is_concurrent=True))
-    for processes in (1, 2, 4):
-        plan = plan_of(None, 1, *GAME, f"environment.processes={processes}", "schedule.num_chunks=4")
-        simulation = simulate(plan, costs)
-        assert simulation.num_walked - len(simulation.blocks) == processes
-
-
-def test_processes_share_the_cores_of_their_machine() -> None:
-    """Replies that compute half of their time take twice as long in 8 processes on 2 cores, on 4 machines no longer."""
-    costs = Fixed(replies=replies_of(1, computing=0.5))
-    for nodes, cores, seconds in ((1, 2, 2 * 2), (1, 4, 2), (1, None, 2), (4, 1, 2)):
-        cluster = f"cluster={{nodes: [{{count: {nodes}, devices: 1, cores: {cores or 'null'}}}]}}"
-        plan = plan_of({"actor": 1, "critic": 1, "ref": 1, "reward": 1}, nodes, *GAME, cluster)
-        simulation = simulate(plan, costs)
-        assert simulation.reply_seconds == seconds, (nodes, cores)
-        text = format_simulation(simulation, CostSource(costs, "fixed costs", FROM_FIGURES))
-        assert ("in 8 processes, 2 times as long as with a core for each\n" in text) == (seconds == 4), text
+def test_a_run_waits_for_the_replies_to_all_turns() -> None:
+    """Those of all rows, one turn after the other; with as many processes as a quarter of the rows four times as
+    long."""
+    for processes in (8, 2):
+        for chunks in (1, 2):
+            plan = plan_of(None, 1, *GAME, f"environment.processes={processes}", f"schedule.num_chunks={chunks}")
+            rows = plan.batch.num_rows // chunks
+            expected = 2 * chunks * -(-rows // processes)
+            assert simulate(plan, Fixed(replies=replies_of(1))).reply_seconds == expected
 
 
 def test_rows_whose_episode_has_ended_have_no_later_turn() -> None:
@@ -716,10 +683,12 @@ def test_replies_take_as_long_as_the_slowest_process() -> None:
 
 
 def test_a_run_gives_back_the_time_of_its_replies() -> None:
-    plan, costs = plan_of(None, 1, *GAME, "environment.processes=4"), Fixed(replies=replies_of(1.5))
-    spans = tuple(simulate(plan, costs).spans(3))
-    record = RunRecord(Path("runs/x"), plan, (), (), spans)
-    found = reply_times(record, (1, 2), longest_lengths(plan), CostSource(Fixed(), "fixed costs", FROM_FIGURES))
+    plan, rows = (
+        plan_of(None, 1, *GAME),
+        ({"step": 0, "reply_seconds_mean": 1.0}, {"step": 1, "reply_seconds_mean": 2.0}),
+    )
+    record = RunRecord(Path("runs/x"), plan, rows, (), ())
+    found = reply_times(record, (0, 1), CostSource(Fixed(), "fixed costs", FROM_FIGURES))
     assert found is not None and found.replies == (1.5,)
 
 
