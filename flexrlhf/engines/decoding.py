@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from itertools import groupby
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from flexrlhf.engines.base import Batch, Sampling
+from flexrlhf.engines.base import Batch, RowSource, Sampling
+from flexrlhf.engines.decoded_rows import DueRows, LiveRows, WaitingRow
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.router_replay import Routers
 from flexrlhf.engines.sampling import completes_stop, sample_tokens
 from flexrlhf.engines.slots import Slots
 from flexrlhf.engines.waves import Wave
-from flexrlhf.operators.columns import Column
 
 _DROP_SHARE = 0.25
 """Share of ended rows from which on copying the KV cache of the others pays off."""
@@ -35,63 +34,13 @@ def tokens_between_looks(device: torch.device) -> int:
     return 1 if device.type == "cpu" else 8
 
 
-@dataclass
-class _LiveRows:
-    """Rows that are decoded in the same passes, each field of shape (m,).
-
-    places:  int64, their indices in the batch.
-    rows:    int64, their row numbers.
-    steps:   int64, of their noise.
-    first:   int64, tokens that their responses had before.
-    limits:  int64, new tokens, if none ends them before.
-    number:  int64, new tokens so far.
-    ended:   bool, whether the response has ended.
-    """
-
-    places: Tensor
-    rows: Tensor
-    steps: Tensor
-    first: Tensor
-    limits: Tensor
-    number: Tensor
-    ended: Tensor
-
-    def select(self, index: Tensor) -> _LiveRows:
-        """Return the rows at ``index`` (k,)."""
-        return _LiveRows(*(getattr(self, field.name)[index] for field in fields(self)))
-
-    def joined(self, others: _LiveRows) -> _LiveRows:
-        """Return these rows and ``others``."""
-        return _LiveRows(*(torch.cat([getattr(self, f.name), getattr(others, f.name)]) for f in fields(self)))
-
-
-class _Contexts:
-    """Tokens that the responses of a batch continue: prompts, and responses as far as they have been generated.
-
-    tokens:  int64 (n, w), left-padded.
-    mask:    int64 (n, w), 1 at tokens.
-    lengths: int64 (n,), tokens of each response so far.
-    """
-
-    def __init__(self, batch: Batch) -> None:
-        prompts, mask = batch["prompts"], batch["prompt_mask"]
-        self.lengths = torch.zeros_like(batch.rows)
-        if "responses" in batch.columns:
-            self.lengths = batch["response_mask"].sum(1)
-            longest = int(self.lengths.max()) if len(batch) else 0
-            mask = torch.cat([mask, batch["response_mask"][:, :longest]], 1)
-            # padding of both sides to the left
-            order = mask.argsort(dim=1, stable=True)
-            prompts = torch.cat([prompts, batch["responses"][:, :longest]], 1).gather(1, order)
-            mask = mask.gather(1, order)
-        self.tokens, self.mask = prompts.long(), mask.long()
-
-
 class Decoding:
     """Responses of at most ``max_tokens`` tokens to the prompts of ``batch``, decoded call by call of the model.
 
     settings:  by which passes are laid out.
     routers:   of the model, whose experts are recorded; None: none are.
+    source:    of further rows, decoded in slots with these, which receives each row that has ended; None: there are no
+               others, and ``columns`` returns all of them.
     """
 
     def __init__(
@@ -102,194 +51,190 @@ class Decoding:
         max_tokens: int,
         settings: PassSettings,
         routers: Routers | None = None,
+        source: RowSource | None = None,
     ) -> None:
         assert sampling.decode is not None or not sampling.stop, "stop strings are searched in decoded text"
-        self._model, self._batch, self._sampling = model, batch, sampling
+        assert source is None or settings.slots, "rows come while others are decoded in slots alone"
+        self._model, self._sampling, self._source = model, sampling, source
         self._settings = settings.within(batch.tokens)
-        self._routers = routers
-        self._shares = settings.shares and batch.samples_per_prompt > 1
+        self._routers, self._max_tokens = routers, max_tokens
         device = batch.rows.device
         self._tokens_between_looks = tokens_between_looks(device)
         self._end_tokens = torch.tensor(sampling.eos_token_ids, dtype=torch.int64, device=device)
-        self._contexts, self._max_tokens = _Contexts(batch), max_tokens
-        # new tokens of each row, if none ends it before
-        self._limits = batch.new_tokens(max_tokens)
-        most = int(self._limits.max()) if len(batch) else 0
-        # a column more, for tokens behind the limit of a row whose end the host has not seen yet
-        self._tokens = torch.zeros(len(batch), most + 1, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(len(batch), most + 1, device=device)
-        self._experts = torch.zeros(0)
+        self.num_rows = 0
+        """Rows that were due so far."""
+        # tokens of each response, and how many of them stop strings are not searched in, by place
+        self._responses, self._searched_from = dict[int, list[int]](), dict[int, int]()
+        self._first = self._due(batch)
+        self._shares = settings.shares and batch.samples_per_prompt > 1
+        self._text_width = batch["prompts"].shape[1] + max_tokens
+        self._most = max_tokens if source is not None else int(self._first.limits.max()) if len(batch) else 0
+        # rows that have no new token
+        none = self._live(self._first, (self._first.limits <= 0).nonzero().squeeze(1))
         if routers is not None:
-            shape = (len(batch), self._contexts.tokens.shape[1] + max_tokens, routers.layers, routers.top)
-            self._experts = torch.zeros(shape, dtype=routers.dtype, device=device)
-        self._lengths = self._limits.clone()
-        self._finished = torch.zeros(len(batch), dtype=torch.bool, device=device)
-        self._responses: list[list[int]] = self._given_responses() if sampling.stop else []
-        self._searched_from = batch.searched_from if sampling.stop else []
+            shape = (len(none.places), self._text_width, routers.layers, routers.top)
+            none.experts = torch.zeros(shape, dtype=routers.dtype, device=device)
+        self._ended = [none]
 
-    def _given_responses(self) -> list[list[int]]:
-        """Return the tokens that each response has before it is continued."""
-        lengths = self._contexts.lengths.tolist()
-        if "responses" not in self._batch.columns:
-            return [[] for _ in lengths]
-        return [row[:length] for row, length in zip(self._batch["responses"].tolist(), lengths, strict=True)]
+    def _due(self, batch: Batch) -> DueRows:
+        due = DueRows(batch, self._sampling, self._max_tokens, self.num_rows)
+        if self._sampling.stop:
+            places = range(self.num_rows, self.num_rows + len(batch))
+            self._responses.update(zip(places, due.responses(), strict=True))
+            self._searched_from.update(zip(places, batch.searched_from, strict=True))
+        self.num_rows += len(batch)
+        return due
+
+    def _live(self, due: DueRows, index: Tensor) -> LiveRows:
+        # a column more, for tokens behind the limit of a row whose end the host has not seen yet
+        return due.live(index, self._most + 1)
 
     def calls(self, num_rows: int) -> Iterator[bool]:
         """Decode at most ``num_rows`` rows at a time, longest prompts first; yield True before each model call."""
-        order = self._contexts.mask.sum(1).argsort(descending=True, stable=True)
-        if not len(order):
-            return
         if self._settings.slots:
-            yield from self._in_slots(order, num_rows)
+            yield from self._in_slots(num_rows)
             return
-        for places in order.split(num_rows):
-            yield from self._in_wave(places)
+        places = [row.place for row in self._first.waiting(shares=False)]
+        for wave in torch.tensor(places, device=self._end_tokens.device).split(num_rows) if places else ():
+            yield from self._in_wave(wave)
 
     def columns(self) -> dict[str, Tensor]:
         """Return the columns of ``Engine.generate``."""
-        places = torch.arange(self._max_tokens, device=self._lengths.device).expand(len(self._batch), -1)
-        first = self._contexts.lengths[:, None]
-        inside, is_new = places < first + self._lengths[:, None], places >= first
-        # which of the new tokens is at each place, any at others
-        index = (places - first).clamp(0, self._tokens.shape[1] - 1)
-        responses, logprobs = self._tokens.gather(1, index), self._logprobs.gather(1, index)
-        if "responses" in self._batch.columns:
-            responses = responses.where(is_new, self._batch["responses"].long())
-        prompts, prompt_mask = self._batch["prompts"], self._batch["prompt_mask"]
-        text_mask = torch.cat([prompt_mask, inside.to(torch.uint8)], 1)
-        return self._expert_columns(text_mask) | {
-            "tokens": torch.cat([prompts, responses.where(inside, self._sampling.pad_token_id)], 1).int(),
-            "attention_mask": text_mask,
-            "response_mask": inside.to(torch.uint8),
-            "finished": self._finished.to(torch.uint8),
-            "rollout_logprobs": logprobs.where(inside & is_new, 0.0),
-        }
+        ended = self._ended[0].joined(*self._ended[1:])
+        return self._columns(ended.select(ended.places.argsort()), self._first.batch)
 
-    def _expert_columns(self, text_mask: Tensor) -> dict[str, Tensor]:
-        """Return the column of experts, 0 at padding and at the last token of each row, which no pass has read."""
-        if self._routers is None:
-            return {}
-        was_read, (rows, width) = pad(text_mask[:, 1:], (0, 1)) * text_mask, text_mask.shape
-        # contexts end in one column, prompts in the one before responses
-        first = self._contexts.tokens.shape[1] - (width - self._max_tokens) - self._contexts.lengths
-        places = torch.arange(width, device=text_mask.device) + first[:, None]
-        experts = self._experts[torch.arange(rows, device=text_mask.device)[:, None], places]
-        return {Column.EXPERTS: (experts * was_read[:, :, None, None]).flatten(1).view(torch.uint8)}
+    def _columns(self, ended: LiveRows, batch: Batch) -> dict[str, Tensor]:
+        return ended.columns(batch, self._max_tokens, self._sampling.pad_token_id)
 
-    def _in_slots(self, order: Tensor, num_rows: int) -> Iterator[bool]:
-        """Decode the rows ``order``, each as soon as it has a slot."""
-        lengths, limits, prompts = self._counted()
-        waiting = deque(place for place in order.tolist() if limits[place] > 0)
-        columns = max((lengths[place] + limits[place] for place in waiting), default=0)
-        size, device = min(num_rows, len(waiting)), order.device
-        slots = Slots(self._model, size, columns, self._settings, device, self._routers)
-        tokens = self._contexts.tokens
-        behind = torch.arange(tokens.shape[1], device=tokens.device)
-        live, placed, last, step = self._live(order[:0]), list[int](), list[int](), 0
-        while waiting or placed:
+    def _in_slots(self, num_rows: int) -> Iterator[bool]:
+        """Decode rows, each as soon as it has a slot."""
+        waiting, source, device = (
+            deque(self._first.waiting(self._settings.shares)),
+            self._source,
+            self._end_tokens.device,
+        )
+        if source is None:
+            size, columns = len(waiting), max((row.length + row.limit for row in waiting), default=0)
+        else:
+            size, columns = source.most_rows, self._text_width
+        slots = Slots(self._model, min(num_rows, size), columns, self._settings, device, self._routers)
+        live, placed, last, step = self._live(self._first, self._first.limits[:0]), list[WaitingRow](), list[int](), 0
+        looks = True
+        while waiting or placed or source is not None:
             free = slots.size - len(placed)
+            if source is not None and looks and len(waiting) < free:
+                batch = source.due(wait=not (waiting or placed))
+                if batch is None:
+                    source = None
+                else:
+                    waiting.extend(self._due(batch).waiting(self._settings.shares))
             if waiting and (not placed or free >= min(-(-slots.size // _REFILLED), len(waiting))):
                 new = [waiting.popleft() for _ in range(min(free, len(waiting)))]
-                holders = {prompts[place]: slot for slot, place in reversed(list(enumerate(placed + new)))}
-                index = torch.tensor(new, device=tokens.device)
-                first = (tokens.shape[1] - self._contexts.mask[index].sum(1))[:, None]
-                texts = tokens[index].gather(1, (first + behind).clamp(max=tokens.shape[1] - 1))
-                yield from slots.add(texts, [lengths[place] for place in new], [holders[prompts[p]] for p in new])
-                live, placed = live.joined(self._live(index)), placed + new
-                last += [step + limits[place] for place in new]
+                for due, group in groupby(new, lambda row: row.due):
+                    rows = list(group)
+                    holders = {
+                        row.context: slot for slot, row in reversed(list(enumerate(placed + rows))) if row.due is due
+                    }
+                    index = torch.tensor([row.place for row in rows], device=device)
+                    yield from slots.add(
+                        due.texts(index), [row.length for row in rows], [holders[row.context] for row in rows]
+                    )
+                    live, placed = live.joined(self._live(due, index)), placed + rows
+                    last += [step + row.limit for row in rows]
+            if not placed:
+                continue
             yield True
             sampled = self._sample(live, slots.next_logits())
             slots.append(sampled)
             step += 1
-            if step % self._tokens_between_looks == 0 or step == min(last):
+            looks = step % self._tokens_between_looks == 0 or step == min(last)
+            if looks:
                 ended = live.ended.tolist()
                 if any(ended):
-                    if self._routers is not None:
-                        self._keep_experts(slots, [slot for slot, has_ended in enumerate(ended) if has_ended], placed)
+                    self._end([slot for slot, has_ended in enumerate(ended) if has_ended], live, placed, slots)
                     left = slots.remove(ended)
-                    live = live.select(torch.tensor(left, dtype=torch.int64, device=tokens.device))
+                    live = live.select(torch.tensor(left, dtype=torch.int64, device=device))
                     placed, last = [placed[slot] for slot in left], [last[slot] for slot in left]
 
-    def _keep_experts(self, slots: Slots, ended: Sequence[int], placed: Sequence[int]) -> None:
-        """Keep the experts of the rows in the slots ``ended``. ``placed``: place of the row in each slot."""
-        experts, places = slots.experts(ended), [placed[slot] for slot in ended]
-        mask, width = self._contexts.mask[places], self._experts.shape[1]
-        first = mask.shape[1] - mask.sum(1, keepdim=True)
-        columns = (torch.arange(width, device=mask.device) - first).clamp(0, experts.shape[1] - 1)
-        self._experts[places] = experts[torch.arange(len(places), device=mask.device)[:, None], columns]
-
-    def _counted(self) -> tuple[list[int], list[int], list[int]]:
-        """Return for each row the tokens before its next one, its limit, and which distinct prompt it has."""
-        mask, tokens = self._contexts.mask, self._contexts.tokens
-        prompts = torch.arange(len(mask), device=mask.device)
-        if self._shares:
-            _, prompts = torch.stack([tokens, mask], 1).unique(dim=0, return_inverse=True)
-        lengths, limits, numbers = torch.stack([mask.sum(1), self._limits, prompts]).tolist()
-        return lengths, limits, numbers
+    def _end(self, numbers: Sequence[int], live: LiveRows, placed: Sequence[WaitingRow], slots: Slots) -> None:
+        """Keep the rows of the slots ``numbers``, which have ended, or return them to the source."""
+        ended = live.select(torch.tensor(numbers, device=live.places.device))
+        if self._routers is not None:
+            ended.keep_experts(slots.experts(numbers), torch.zeros_like(ended.places), self._text_width)
+        if self._source is None:
+            self._ended.append(ended)
+            return
+        rows = [placed[number] for number in numbers]
+        for due in dict.fromkeys(row.due for row in rows):
+            own = [number for number, row in enumerate(rows) if row.due is due]
+            places, index = torch.tensor([[rows[number].place for number in own], own], device=live.places.device)
+            for place in (places + due.first).tolist() if self._sampling.stop else ():
+                del self._responses[place], self._searched_from[place]
+            batch = due.batch.select(places)
+            self._source.receive(batch, self._columns(ended.select(index), batch))
 
     def _in_wave(self, places: Tensor) -> Iterator[bool]:
         """Decode the rows at ``places`` together until all of them have ended."""
-        live, wave = self._live(places), self._wave(places)
-        most = self._tokens.shape[1] - 1
+        live, wave, most = self._live(self._first, places), self._wave(places), self._most
         yield True
-        logits, prompt = wave.read_prompts(), self._contexts.tokens.shape[1]
+        logits, width = wave.read_prompts(), wave.columns
         if self._routers is not None:
-            self._experts[places, prompt - wave.experts.shape[1] : prompt] = wave.experts
+            live.experts = wave.experts.new_zeros(len(places), width + most, *wave.experts.shape[2:])
+            live.experts[:, :width] = wave.experts
         for number in range(1, most + 1):
             tokens = self._sample(live, logits)
             if number == most:
-                return
+                break
             if number % self._tokens_between_looks == 0:
                 num_left = len(live.ended) - int(live.ended.sum())
                 if not num_left:
-                    return
+                    break
                 if num_left <= (1 - _DROP_SHARE) * len(live.ended):
-                    left = (~live.ended).nonzero().squeeze(1)
+                    left, ended = live.ended.byte().argsort(stable=True).tensor_split([num_left])
+                    self._keep(live.select(ended), width)
                     live, tokens = live.select(left), tokens[left]
                     wave.keep(left)
             yield True
             logits = wave.read(tokens)
-            if self._routers is not None:
-                self._experts[live.places, prompt + number - 1] = wave.experts[:, 0]
+            if live.experts is not None:
+                live.experts[:, width + number - 1] = wave.experts[:, 0]
+        self._keep(live, width)
+
+    def _keep(self, ended: LiveRows, width: int) -> None:
+        """Keep rows of a wave. ``width``: its columns before their first new tokens."""
+        if ended.experts is not None:
+            ended.keep_experts(
+                ended.experts,
+                width - self._first.batch["prompts"].shape[1] + ended.begins - ended.first,
+                self._text_width,
+            )
+        self._ended.append(ended)
 
     def _wave(self, places: Tensor) -> Wave:
-        mask, tokens = self._contexts.mask[places], self._contexts.tokens[places]
+        mask, tokens = self._first.mask[places], self._first.tokens[places]
         # without columns that are padding in all of them
         first, prompts = int(mask.argmax(1).min()), None
         mask, tokens = mask[:, first:], tokens[:, first:]
         if self._shares:
             distinct, prompts = torch.stack([tokens, mask], 1).unique(dim=0, return_inverse=True)
             tokens, mask = distinct.unbind(1)
-        limit = tokens.shape[1] + self._tokens.shape[1] - 1
-        return Wave(self._model, tokens, mask, prompts, limit, self._routers)
+        return Wave(self._model, tokens, mask, prompts, tokens.shape[1] + self._most, self._routers)
 
-    def _live(self, places: Tensor) -> _LiveRows:
-        """Return the rows at ``places`` before their first new token."""
-        steps = self._batch.columns.get("noise_step")
-        return _LiveRows(
-            places,
-            self._batch.rows[places],
-            torch.full_like(places, self._sampling.step) if steps is None else steps[places],
-            self._contexts.lengths[places],
-            self._limits[places],
-            torch.zeros_like(places),
-            torch.zeros_like(places, dtype=torch.bool),
-        )
-
-    def _sample(self, live: _LiveRows, logits: Tensor) -> Tensor:
-        """Sample and record the next token (m,) of every row; ``columns`` masks tokens behind an end."""
-        places, number = live.places, live.number
+    def _sample(self, live: LiveRows, logits: Tensor) -> Tensor:
+        """Sample and record the next token (m,) of every row; columns mask tokens behind an end."""
+        number = live.number
         tokens, logprobs = sample_tokens(logits, self._sampling, live.rows, live.first + number, live.steps)
-        at = number.clamp(max=self._tokens.shape[1] - 1)
-        self._tokens[places, at], self._logprobs[places, at] = tokens, logprobs
+        at = number.clamp(max=self._most)[:, None]
+        live.tokens.scatter_(1, at, tokens[:, None])
+        live.logprobs.scatter_(1, at, logprobs[:, None])
         ends = (torch.isin(tokens, self._end_tokens) | self._completed_stops(live, tokens)) & ~live.ended
         live.number = number + 1
-        self._lengths[places] = self._lengths[places].where(~ends, live.number)
-        self._finished[places] |= ends
+        live.lengths = live.lengths.where(~ends, live.number)
+        live.finished = live.finished | ends
         live.ended = live.ended | ends | (live.number >= live.limits)
         return tokens
 
-    def _completed_stops(self, live: _LiveRows, tokens: Tensor) -> Tensor:
+    def _completed_stops(self, live: LiveRows, tokens: Tensor) -> Tensor:
         """Return bool (m,): rows that have not ended and whose new token completes a stop string."""
         if not self._sampling.stop:
             return torch.zeros_like(live.ended)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, Sampling, Totals, add_moments
+from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, RowSource, Sampling, Totals, add_moments
 from flexrlhf.engines.decoding import Decoding
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.loss_passes import LossPasses
@@ -91,15 +91,29 @@ class Passes(LossPasses):
 
     @torch.no_grad()
     def _generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
-        lengths = self.readout.lengths
-        routers = self.routers if self.settings.has_replay else None
-        decoding = Decoding(self.model, batch, sampling, lengths.response, self.pass_settings, routers)
-        num_rows = max(1, self.settings.generate_tokens // (lengths.prompt + lengths.response))
+        decoding, num_rows = self._decoding(batch, sampling)
         calls = decoding.calls(num_rows)
         busy = next(calls, False)
         while self._num_passes(int(busy)):
             busy = next(calls, False) if busy else self._idle_pass(batch.rows.device)
         return decoding.columns()
+
+    @torch.no_grad()
+    def advance(self, source: RowSource, sampling: Sampling) -> int:
+        """Sample from rows that go on one by one, in slots, as ``Engine.advance``; return how many were due."""
+        if (batch := source.due(wait=True)) is None:
+            return 0
+        decoding, num_rows = self._decoding(batch, sampling, source)
+        for _ in decoding.calls(num_rows):
+            pass
+        return decoding.num_rows
+
+    def _decoding(self, batch: Batch, sampling: Sampling, source: RowSource | None = None) -> tuple[Decoding, int]:
+        """Return the decoding of ``batch``, and how many rows may be decoded together."""
+        lengths = self.readout.lengths
+        routers = self.routers if self.settings.has_replay else None
+        decoding = Decoding(self.model, batch, sampling, lengths.response, self.pass_settings, routers, source)
+        return decoding, max(1, self.settings.generate_tokens // lengths.total)
 
     def _idle_pass(self, device: torch.device) -> bool:
         """Call the model on one token while other ranks decode. Returns False: this rank has no rows left."""

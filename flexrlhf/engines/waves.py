@@ -31,6 +31,7 @@ class Wave:
     prompts:       int64 (m,), the prompt of each row; None: row i has prompt i.
     limit:         columns that the cache may grow to.
     routers:       of the model, whose experts are recorded; None: none are.
+    columns:       w.
     experts:       of the tokens (m, tokens, layers, k) that were read last, with ``routers``.
     """
 
@@ -47,7 +48,7 @@ class Wave:
     ) -> None:
         self._model, self._tokens, self._mask, self._prompts = model, tokens, mask, prompts
         self._routers = routers
-        self._cache = growing_cache(model.config, limit)
+        self._cache, self.columns = growing_cache(model.config, limit), tokens.shape[1]
 
     def read_prompts(self) -> Tensor:
         """Return the logits (m, vocabulary) behind the prompts."""

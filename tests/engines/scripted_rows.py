@@ -16,13 +16,18 @@ Delay = Callable[[int, int], int]
 
 @dataclass
 class RowTurns:
-    """Response of one row so far. ``due``: the question from which its next turn may begin; None: it has none."""
+    """Response of one row so far.
+
+    due:     the question from which its next turn may begin; None: it has none.
+    experts: column of the last turn, if they are recorded.
+    """
 
     tokens: list[int]
     logprobs: list[float]
     sampled: list[int]
     turn: int
     due: int | None
+    experts: Tensor | None = None
 
 
 class ScriptedRows:
@@ -74,6 +79,7 @@ class ScriptedRows:
             state.logprobs += columns["rollout_logprobs"][place, first:length].tolist()
             state.sampled += [1] * (length - first)
             state.turn += 1
+            state.experts = columns["experts"][place] if "experts" in columns else None
             reply = [4 + (row + 3 * state.turn + number) % 20 for number in range((row + state.turn) % 4)]
             if state.turn < self._turns and len(response) + len(reply) < self._longest:
                 state.tokens += reply
@@ -103,7 +109,7 @@ class ScriptedRows:
         )
 
     def columns(self) -> dict[str, Tensor]:
-        """Tokens, which of them are sampled, and log-probs of the rows in the order of their numbers."""
+        """Tokens, which of them are sampled, log-probs, and experts if recorded, in the order of the rows' numbers."""
         states = [self.rows[row] for row in sorted(self.rows)]
         made = {"tokens": torch.zeros(len(states), self._longest), "sampled": torch.zeros(len(states), self._longest)}
         made["logprobs"] = torch.zeros(len(states), self._longest)
@@ -111,7 +117,8 @@ class ScriptedRows:
             for place, state in enumerate(states):
                 of_row = getattr(state, name)
                 values[place, : len(of_row)] = torch.tensor(of_row)
-        return made
+        experts = [state.experts for state in states if state.experts is not None]
+        return made | ({"experts": torch.stack(experts)} if experts else {})
 
 
 def random_delays(seed: int, longest: int) -> Delay:

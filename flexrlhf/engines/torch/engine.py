@@ -18,6 +18,7 @@ from flexrlhf.engines.base import (
     Loss,
     MemoryUsage,
     Moments,
+    RowSource,
     Sampling,
     StateTensor,
     TrainingState,
@@ -104,6 +105,13 @@ class TorchEngine(Lender):
         self.num_requests += len(batch)
         with self._gathering():
             return self._passes.generate(batch, sampling)
+
+    def advance(self, source: RowSource, sampling: Sampling) -> None:
+        if self._shares_passes or not self._passes.pass_settings.slots:
+            # other ranks take part in each pass, or a wave ends as a whole
+            super().advance(source, sampling)
+        else:
+            self.num_requests += self._passes.advance(source, sampling)
 
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
         with self._gathering():
