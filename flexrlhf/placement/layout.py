@@ -244,6 +244,16 @@ class BatchShape:
         """The shape of the prompts that a step takes from the data."""
         return replace(self, num_prompts=self.num_prompts // self.segments, segments=1)
 
+    @property
+    def num_places(self) -> int:
+        """Places of a step's batch for each of the prompts that one attempt takes."""
+        return self.segments * self.attempts
+
+    @property
+    def first_places(self) -> range:
+        """Prompts of a step's batch that have the first place of their number: as many in each step, whatever ends."""
+        return range(0, self.num_prompts, self.num_places)
+
     def as_taken(self, row: int) -> tuple[int, int]:
         """Return how many steps ago the prompt of ``row`` was taken, and the row in the batch that step took."""
         prompt, sample = divmod(row, self.samples_per_prompt)
@@ -270,8 +280,7 @@ class BatchShape:
 
     def _places(self, numbers: range) -> range:
         """Return the prompts of a step's batch that have ``numbers`` among those that one step takes."""
-        places = self.segments * self.attempts
-        return range(numbers.start * places, numbers.stop * places)
+        return range(numbers.start * self.num_places, numbers.stop * self.num_places)
 
     def chunk(self, index: int) -> range:
         """Return the consecutive whole mini-batches of one chunk."""
@@ -309,7 +318,7 @@ class BatchShape:
         if layout.protocol is not None:
             return tuple(len(self.part(layout, replica, mini_batch)) for replica in range(layout.dp))
         sizes = layout.sizes(len(self.numbers(mini_batch)), turn=mini_batch, blocks=self.num_blocks)
-        return tuple(self.segments * self.attempts * size for size in sizes)
+        return tuple(self.num_places * size for size in sizes)
 
     def blocks_on(self, layout: Layout, rank: int, mini_batches: range) -> tuple[tuple[int, ...], ...]:
         """Return ``prompts_on`` by block. A block that the layout cuts is on several ranks."""
@@ -340,7 +349,7 @@ class BatchShape:
     def block_rows(self) -> int:
         """Most rows of a block."""
         largest = max(-(-len(self.numbers(m)) // self.num_blocks) for m in self.mini_batches)
-        return self.samples_per_prompt * self.segments * self.attempts * largest
+        return self.samples_per_prompt * self.num_places * largest
 
     def rows(self, prompts: tuple[int, ...]) -> tuple[int, ...]:
         """Return the rows of ``prompts``: all samples of each."""

@@ -70,16 +70,6 @@ def _check(graph: Graph, spec: Spec) -> None:
         )
     if spec.rollout.groups == "as-ended" and (reason := _needs_whole_groups(graph, spec)):
         raise UserError(f"rollout.groups: as-ended trains on each response when it ends, and {reason}; use wait")
-    if isinstance(algorithm, PolicySpec) and algorithm.ptx is not None:
-        raise UserError(
-            f"{key} trains on as many responses as end in a step, and algorithm.ptx on as many texts as a step takes "
-            f"prompts; use null, or ptx: null"
-        )
-    if isinstance(algorithm, GroupSpec) and algorithm.counts_truncated:
-        raise UserError(
-            f"{key} trains on as many responses as end in a step, and truncation: mask-loss counts all of a step in "
-            f"loss_aggregation: {algorithm.loss_aggregation}; use null, truncation: mask, or token-mean"
-        )
     if spec.rollout.max_segments == 1:
         raise UserError(
             f"rollout.max_segments: 1 would end each response after {tokens} tokens; use 2 or more, or "

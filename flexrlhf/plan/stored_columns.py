@@ -33,8 +33,9 @@ def stored_columns(
     for each in instructions:
         if isinstance(each, Run) and rank in each.ranks:
             prompts = batch.prompts_on(each.layout, rank, each.mini_batches, each.attempt)
+            texts = [prompt for prompt in prompts if prompt in batch.first_places]
             for column in (*each.operator.stored_columns, *set(inputs).intersection(each.operator.reads)):
-                stored[column].update(prompts)
+                stored[column].update(texts if column in each.operator.extra_reads else prompts)
             rare.update(each.operator.writes if each.is_rare else ())
         elif isinstance(each, Move) and rank in each.ranks:
             for transfer in each.transfers:

@@ -65,6 +65,11 @@ class OperatorRun:
         present = store.get(Column.PRESENT, rows).tolist()
         return tuple(row for row, is_present in zip(rows, present, strict=True) if is_present)
 
+    def extra_rows(self, mini_batches: range) -> tuple[int, ...]:
+        """Return the rows of ``mini_batches`` on this rank at which further texts are: as many in every step."""
+        prompts = self.shape.prompts_on(self.layout, self.rank, mini_batches, self.attempt)
+        return self.shape.rows(tuple(prompt for prompt in prompts if prompt in self.shape.first_places))
+
     def has_rows(self, batch: Batch) -> bool:
         """Whether any data-parallel rank has rows of a mini-batch, of which ``batch`` are this rank's."""
         number = torch.tensor(float(len(batch)), dtype=torch.float64, device=batch.rows.device)
@@ -89,7 +94,7 @@ class OperatorRun:
         """
         operator, suffix = self.operator, self.operator.suffix
         mini_batches = self.mini_batches if mini_batches is None else mini_batches
-        rows = self.present_rows(store, mini_batches)
+        rows = self.extra_rows(mini_batches) if is_extra else self.present_rows(store, mini_batches)
         samples = 1 if operator.is_by_row else self.shape.samples_per_prompt
         names = [
             name for name in operator.reads if (name in operator.extra_reads) == is_extra and name != Column.PRESENT

@@ -127,9 +127,11 @@ class StepRows:
             )
         if further := self._data.texts:
             order = DataOrder(self._plan.spec.seed, (SourceShare(len(further)),))
-            indices = order.indices(step, shape.num_rows)
-            texts = self._columns([further[i] for i in indices], rows, 1)
-            self._put(store, rows, {name: texts[plain(name)] for name in qualified(texts, Qualifier.PTX)})
+            places = shape.rows(tuple(shape.first_places))
+            indices = dict(zip(places, order.indices(step, len(places)), strict=True))
+            own = [row for row in rows if row in indices]
+            texts = self._columns([further[indices[row]] for row in own], range(len(own)), 1)
+            self._put(store, own, {name: texts[plain(name)] for name in qualified(texts, Qualifier.PTX)})
 
     def _columns(self, examples: Sequence[Example], rows: Sequence[int], samples_per_prompt: int) -> dict[str, Tensor]:
         return input_columns(examples, rows, samples_per_prompt, self._plan.lengths, self._data.pad_token_id)

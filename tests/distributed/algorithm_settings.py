@@ -226,7 +226,13 @@ ALGORITHMS: dict[str, Raw] = {
     ),
     "grpo-shared": _of("grpo", {"models": SHARED_REF}),
     # an end token after a few tokens, so that a group waits for its last response
-    "grpo-segments": _of("grpo", {"rollout": {"segment_tokens": 2}, "steps": 6}, importance={"cap": 1.1}),
+    "grpo-segments": _of(
+        "grpo",
+        {"rollout": {"segment_tokens": 2}, "steps": 6},
+        importance={"cap": 1.1},
+        truncation="mask-loss",
+        ptx={**PRETRAINING, "coefficient": 0.3},
+    ),
     # groups that are alike or without a score, in place of which later steps take more prompts
     "grpo-dynamic-segments": _of(
         "grpo",
@@ -237,7 +243,10 @@ ALGORITHMS: dict[str, Raw] = {
     ),
     # scores that are exact, since the same short responses come in several steps
     "grpo-as-ended": _of(
-        "grpo", {**_scored(LENGTH), "rollout": {"segment_tokens": 2, "groups": "as-ended"}, "steps": 6}
+        "grpo",
+        {**_scored(LENGTH), "rollout": {"segment_tokens": 2, "groups": "as-ended"}, "steps": 6},
+        truncation="mask-loss",
+        ptx={**PRETRAINING, "coefficient": 0.3},
     ),
     "grpo-corrected": _of("grpo", importance={"level": "sequence", "cap": 1.1}, kl=None),
     "grpo-ptx": _of("grpo", ptx={**PRETRAINING, "coefficient": 0.3}, freeze_actor_steps=1),

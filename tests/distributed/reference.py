@@ -28,6 +28,7 @@ from reference_terms import Metric, Terms
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from flexrlhf.config.algorithms.grpo import GroupSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.ppo import AcShareSpec, SafeRlhfSpec
 from flexrlhf.config.algorithms.reinforce import RemaxSpec
@@ -420,28 +421,35 @@ class Reference:
             if step < trainee.first_step:
                 continue
             for _ in range(self.policy.epochs):
-                for rows in self._mini_batches():
+                for number, rows in enumerate(self._mini_batches()):
                     if not rows:
                         continue
-                    trained = [responses[row] for row in rows if responses[row].is_trained]
                     routers = self.actor.routers if role == "actor" else self.critics[role].routers
-                    loss, settings = self._loss(role, step, rows, trained, terms), self.spec.models.of(role)
+                    of_rows = [responses[row] for row in rows]
+                    loss, settings = self._loss(role, step, number, of_rows, terms), self.spec.models.of(role)
                     assert settings is not None
                     trainee.update(loss + routers.loss(role, settings, terms), terms)
                     routers.balance(settings.router_bias_update_rate)
                     terms.add(f"{role}_expert_load_max", routers.fullest())
 
-    def _loss(self, role: str, step: int, rows: range, responses: list[Response], terms: Terms) -> Tensor:
+    def _loss(self, role: str, step: int, mini_batch: int, responses: list[Response], terms: Terms) -> Tensor:
+        trained = [response for response in responses if response.is_trained]
         if role != "actor":
-            return value_loss(self.spec, role, self.critics[role], responses, terms)
+            return value_loss(self.spec, role, self.critics[role], trained, terms)
         loss = shared_loss if isinstance(self.policy, AcShareSpec) else policy_loss
         further = 0.0
         if self.pretraining:
-            further = pretraining_loss(self.policy, self.actor, self._pretraining_of(step, rows), terms)
-        return loss(self.spec, self.actor, responses, terms) + further
+            further = pretraining_loss(self.policy, self.actor, self._pretraining_of(step, mini_batch), terms)
+        found = loss(self.spec, self.actor, trained, terms)
+        if isinstance(self.policy, GroupSpec) and self.policy.counts_truncated:
+            # a mean over all responses, of which some have no tokens
+            found = found * len(trained) / len(responses)
+        return found + further
 
-    def _pretraining_of(self, step: int, rows: range) -> list[Example]:
-        """Pretraining rows, as many as responses, in their own order."""
-        num_rows = self.policy.num_prompts * self.policy.samples_per_prompt
-        indices = step_indices(self.spec.seed, step, num_rows, len(self.pretraining))
+    def _pretraining_of(self, step: int, mini_batch: int) -> list[Example]:
+        """Pretraining rows of a mini-batch, in their own order: as many as it takes responses from the data."""
+        policy, prompts = self.policy, self.policy.num_prompts // self.policy.attempts
+        indices = step_indices(self.spec.seed, step, prompts * policy.samples_per_prompt, len(self.pretraining))
+        first, last = (each * prompts // policy.num_mini_batches for each in (mini_batch, mini_batch + 1))
+        rows = range(first * policy.samples_per_prompt, last * policy.samples_per_prompt)
         return [self.pretraining[indices[row]] for row in rows]

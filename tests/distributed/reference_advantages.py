@@ -97,7 +97,18 @@ def grouped(
     """Every token has its response's advantage over the other counted responses to the same prompt."""
     if any(response.siblings for response in responses):
         grouped_as_ended(spec, responses, controls, terms)
-        return
+    else:
+        grouped_whole(spec, responses, controls, terms)
+    if spec.dynamic_sampling is not None:
+        for rows in mini_batches:
+            leave_out(spec, responses, rows)
+    for response in responses:
+        if spec.truncation == "mask-loss" and not response.finished:
+            response.is_taken, response.reason = False, "truncated"
+
+
+def grouped_whole(spec: GroupSpec, responses: list[Response], controls: Controls, terms: Terms) -> None:
+    """The same over groups that are there as a whole."""
     groups = groups_of(responses, spec.samples_per_prompt)
     for group in groups:
         counting = [response for response in group if response.counts]
@@ -108,9 +119,6 @@ def grouped(
             by_steps(spec, counting, controls, terms)
         alike = are_alike([response.scores["reward"] for response in counting])
         terms.add("group_alike", [float(alike)] * len(counting))
-    if spec.dynamic_sampling is not None:
-        for rows in mini_batches:
-            leave_out(spec, responses, rows)
 
 
 def grouped_as_ended(spec: GroupSpec, responses: list[Response], controls: Controls, terms: Terms) -> None:

@@ -44,7 +44,7 @@ def row_metrics(spec: Spec, step: int, responses: list[Response], in_flight: int
             outcomes[number] = "rejected"
     metrics = counted(outcomes, in_flight)
     taken = [len(response.tokens) for response in responses if response.is_taken]
-    if taken and any(response.reason for response in responses):
+    if taken and any(response.reason not in ("", "truncated") for response in responses):
         all_of_them = [len(response.tokens) for response in responses]
         ratio = (sum(taken) / len(taken)) / (sum(all_of_them) / len(all_of_them))
         metrics["kept_length_ratio"] = Metric(ratio, 1.0)

@@ -102,6 +102,7 @@ LEFT_OUT = (
     ),
     *(("masked-streaming_six-chunks_4", "truncated"), ("grpo-dapo_lag-chunks_2", "alike")),
     *(("grpo-dynamic_every-3_2", "surplus"), ("raft_halves_2", "not_best"), ("frozen_lag_2", "frozen")),
+    *(("grpo-segments_co-located_2", "truncated"), ("grpo-as-ended_co-located_2", "truncated")),
 )
 """Reasons for which rows of some step are left out, in runs in which others are trained on."""
 
@@ -169,6 +170,8 @@ WITHOUT: dict[str, dict[str, object]] = {
     "one-trunk": {"value_coefficient": 0.0},
     "grpo": {"kl": KlSpec(place="loss", estimator="k3", coefficient=0.0)},
     "grpo-dr": {"scale": "group"},
+    "grpo-segments": {"truncation": "mask"},
+    "grpo-as-ended": {"ptx": None},
     "grpo-dapo": {"overlong": None},
     "grpo-limited": {"kl": KlSpec(place="loss", estimator="k3", coefficient=0.5)},
     "grpo-after": {"kl": KlSpec(coefficient=0.2, target=0.05, target_unit="token", horizon=30)},

@@ -58,6 +58,8 @@ def random_settings(random: Random) -> Raw:
         raw["environment"] = {"path": "games.py:Game", "max_turns": own.randint(1, 3)}
     if name == "grpo" and tokens and raw["rollout"]["groups"] == "wait" and own.random() < 0.7:
         algorithm["dynamic_sampling"] = {"rounds": own.randint(2, 3)}
+    if name in GENERATED and own.random() < 0.2:
+        algorithm["ptx"] = {"path": "texts.jsonl"}
     return raw
 
 

@@ -191,11 +191,20 @@ class _Run:
         return [range(m * prompts // count * rows, (m + 1) * prompts // count * rows) for m in range(count)]
 
     def _reads(self, operator: Operator, step: int, rows: Iterable[int]) -> dict[int, Value]:
-        return {
-            row: digest(
-                *(self._read(step, column, row) for column in operator.reads), *self._carried(operator, step, row)
-            )
+        algorithm = self._spec.algorithm
+        places = self._spec.num_segments * algorithm.attempts
+        read = {
+            row: [
+                column
+                for column in operator.reads
+                # a prompt has further texts at the first of its places
+                if column not in operator.extra_reads or row // algorithm.samples_per_prompt % places == 0
+            ]
             for row in rows
+        }
+        return {
+            row: digest(*(self._read(step, column, row) for column in of_row), *self._carried(operator, step, row))
+            for row, of_row in read.items()
         }
 
     def _carried(self, operator: Operator, step: int, row: int) -> list[Value]:

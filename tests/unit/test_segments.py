@@ -8,9 +8,10 @@ import pytest
 from small_runs import plan_of, spec_of
 
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import Column
+from flexrlhf.operators.columns import TEXT, Column, Qualifier, qualified
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.pipeline import make_plan
+from flexrlhf.plan.stored_columns import stored_columns
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.trainer.prompt_attempts import LACKING, TAKEN, next_taken, replacing_positions
 
@@ -18,6 +19,7 @@ GRPO = "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2}"
 SFT = ("algorithm={name: sft, prompts_per_step: 8}", "models={actor: {init: {model_type: llama}}}")
 THREE, ENDED = "rollout.segment_tokens=3", "rollout.groups=as-ended"
 DYNAMIC = "algorithm.dynamic_sampling={rounds: 2}"
+PTX, TEXTS = "algorithm.ptx={path: texts.jsonl}", qualified((*TEXT, "loss_mask"), Qualifier.PTX)
 
 
 def refused(*overrides: str) -> str:
@@ -140,16 +142,6 @@ def test_each_group_that_is_left_out_is_replaced_by_the_next_prompt() -> None:
             "groups; use wait",
         ),
         (
-            (GRPO, THREE, "algorithm.truncation=mask-loss"),
-            "rollout.segment_tokens: 3 trains on as many responses as end in a step, and truncation: mask-loss counts "
-            "all of a step in loss_aggregation: seq-mean-token-mean; use null, truncation: mask, or token-mean",
-        ),
-        (
-            (THREE, "algorithm.ptx={path: texts.jsonl}"),
-            "rollout.segment_tokens: 3 trains on as many responses as end in a step, and algorithm.ptx on as many "
-            "texts as a step takes prompts; use null, or ptx: null",
-        ),
-        (
             ("algorithm={name: raft, prompts_per_step: 8, samples_per_prompt: 2}", THREE, ENDED),
             "rollout.groups: as-ended trains on each response when it ends, and raft trains on the best of all "
             "responses to a prompt; use wait",
@@ -195,9 +187,30 @@ def test_settings_that_cannot_be_cut_are_refused(overrides: tuple[str, ...], sen
         (*SFT, "rollout.segment_tokens=null"),
         (GRPO, THREE, DYNAMIC),
         (THREE, "algorithm.freeze_actor_steps=0"),
-        (THREE, "algorithm.ptx=null"),
         (GRPO, THREE, "rollout.groups=wait"),
     ],
 )
 def test_what_the_refusals_name_works(overrides: tuple[str, ...]) -> None:
     make_plan(spec_of(None, 1, *overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (THREE, PTX),
+        (GRPO, THREE, ENDED, PTX, "algorithm.truncation=mask-loss"),
+    ],
+)
+def test_segments_go_with_other_settings(overrides: tuple[str, ...]) -> None:
+    assert plan_of(None, 1, *overrides).batch.segments == 3
+
+
+def test_a_step_has_texts_for_the_responses_that_it_takes() -> None:
+    """At the places of new prompts, whatever has ended: as many as without segments and attempts."""
+    one = plan_of(None, 1, GRPO, PTX)
+    for further in ((), (THREE,), (DYNAMIC,), (THREE, DYNAMIC)):
+        plan = plan_of(None, 1, GRPO, PTX, *further)
+        ages = [plan.batch.as_taken(row)[0] for row in plan.batch.rows(tuple(plan.batch.first_places))]
+        assert ages == [0] * one.batch.num_rows
+        stored = stored_columns(plan.schedule.instructions, plan.batch, TEXTS, 0)
+        assert [stored.prompts[name] for name in TEXTS] == [one.batch.num_prompts] * len(TEXTS)

@@ -110,8 +110,9 @@ class OverlongSpec(StrictModel):
 class PtxSpec(StrictModel):
     """Pretraining loss in addition to the policy's (Ouyang et al. 2022, section 3.5).
 
-    In every optimizer step of the actor, ``coefficient`` times the negative log-likelihood of as many texts as it has
-    responses, at temperature 1. Texts are truncated to the lengths of ``data``, as responses are.
+    In every optimizer step of the actor, ``coefficient`` times the negative log-likelihood of as many texts as its
+    share of ``prompts_per_step`` has responses, at temperature 1, also where dynamic sampling or segments make it train
+    on more or fewer. Texts are truncated to the lengths of ``data``, as responses are.
     """
 
     path: UserPath = Field(description=FILES)
