@@ -58,7 +58,7 @@ class Operator:
     is_greedy:    a generate that takes the likeliest tokens.
     is_controlled: uses values that follow from the step before (trainer/controllers.py).
     either_copy:  may run on the trained copy, in parallel with the inference copy, while both store the same weights.
-    first_step:   it does not run before this step.
+    first_step:   it does not run before this step, or computes nothing (``accounts_frozen``).
     adapters:     False: computed by the base weights alone, without the low-rank adapters that are trained.
     every, also:  it runs at step 0 and every so many steps, and at step ``also``.
     on_trained:   runs on the copy that is trained even where another copy is for inference, before that copy trains.
@@ -124,7 +124,14 @@ class Operator:
 
     def is_due(self, step: int) -> bool:
         """Whether it runs at ``step``."""
-        return step >= self.first_step and (step % self.every == 0 or step == self.also)
+        has_begun = step >= self.first_step or self.accounts_frozen
+        return has_begun and (step % self.every == 0 or step == self.also)
+
+    @property
+    def accounts_frozen(self) -> bool:
+        """Whether it runs before its first step, without training: it accounts for the rows of a step, whose number
+        segments and attempts decide."""
+        return self.kind == "train" and Column.PRESENT in self.reads
 
     @property
     def call(self) -> CallKind | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column
@@ -20,15 +19,9 @@ from flexrlhf.operators.graph import TAKE_PROMPTS, Graph, Operator
 
 
 def with_attempts(graph: Graph, spec: Spec) -> Graph:
-    """Return ``graph`` with its attempts, if ``spec`` has several. Raises UserError for settings that skip steps."""
-    algorithm = spec.algorithm
-    if algorithm.attempts == 1:
+    """Return ``graph`` with its attempts, if ``spec`` has several. Raises UserError if it compares no groups."""
+    if spec.algorithm.attempts == 1:
         return graph
-    if isinstance(algorithm, PolicySpec) and algorithm.freeze_actor_steps:
-        raise UserError(
-            f"algorithm.dynamic_sampling samples until there is enough to train on, and algorithm.freeze_actor_steps "
-            f"{algorithm.freeze_actor_steps} leaves steps out; use null, or freeze_actor_steps: 0"
-        )
     if not any(operator.function == "group_advantages" for operator in graph.operators):
         raise UserError(
             "algorithm.dynamic_sampling chooses among the groups of the combine group_advantages, which the graph "

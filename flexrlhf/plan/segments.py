@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
-from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
@@ -62,11 +61,6 @@ def _check(graph: Graph, spec: Spec) -> None:
         raise UserError(
             f"{key} cuts one response to a prompt, and {algorithm.name} generates several ({', '.join(generating)}); "
             f"use null"
-        )
-    if isinstance(algorithm, PolicySpec) and algorithm.freeze_actor_steps:
-        raise UserError(
-            f"{key} goes on with a response in the next step, and algorithm.freeze_actor_steps "
-            f"{algorithm.freeze_actor_steps} leaves steps out; use null, or freeze_actor_steps: 0"
         )
     if spec.rollout.groups == "as-ended" and (reason := _needs_whole_groups(graph, spec)):
         raise UserError(f"rollout.groups: as-ended trains on each response when it ends, and {reason}; use wait")

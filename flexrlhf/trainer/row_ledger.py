@@ -44,7 +44,10 @@ class RowLedger(Observer):
         self._is_accounting = any(run.operator == training for run in runs)
         self._is_taking = any(run.operator.takes_prompts for run in runs)
         self._num_taken = 0
-        self._first_step = plan.spec.steps if training is None else training.first_step
+        self._first_step = plan.spec.steps
+        """First step that training accounts for; all rows of the steps before are frozen."""
+        if training is not None:
+            self._first_step = 0 if training.accounts_frozen else training.first_step
         self._counts: Counter[str] = Counter()
         self._of_step: list[int] = []
         # rows that dynamic sampling has taken for the step, where responses are generated in segments
@@ -55,9 +58,8 @@ class RowLedger(Observer):
     def load(self, counts: Mapping[str, int], carried: Mapping[str, Sequence[int]], next_step: int) -> None:
         """Go on from the ``counts`` and ``carried`` rows of a checkpoint before ``next_step``; one of an older version
         has none."""
-        self._counts = Counter(
-            {name: count for name, count in counts.items() if name not in (Outcome.FROZEN, RowAccount.IN_FLIGHT)}
-        )
+        uncounted = RowAccount.IN_FLIGHT, *([Outcome.FROZEN] if self._first_step else [])
+        self._counts = Counter({name: count for name, count in counts.items() if name not in uncounted})
         self._open = {int(step): set(rows) for step, rows in carried.items()}
         self._num_taken = sum(counts.values())
         if not counts:
@@ -73,11 +75,9 @@ class RowLedger(Observer):
         if self._plan.batch.attempts > 1:
             return {**self._counts, **taken}
         in_flight = self._plan.rows_in_flight(next_step, self._generated) + sum(map(len, self._open.values()))
-        further = {
-            Outcome.FROZEN: min(next_step, self._first_step) * self._plan.batch.num_taken,
-            RowAccount.IN_FLIGHT: in_flight,
-        }
-        return {name: count for name, count in {**self._counts, **further}.items() if count}
+        frozen = min(next_step, self._first_step) * self._plan.batch.num_taken
+        # a sum leaves out zeros
+        return dict(self._counts + Counter({Outcome.FROZEN: frozen, RowAccount.IN_FLIGHT: in_flight}))
 
     @property
     def carried(self) -> dict[str, list[int]]:

@@ -23,7 +23,13 @@ LossParts = list[tuple[Batch, Loss]]
 
 
 def _train(run: OperatorRun, store: RowStore, context: OperatorContext) -> Moments:
-    """Make one optimizer step per mini-batch, in order, ``epochs`` times over. Outcomes of rows go into ``store``."""
+    """Make one optimizer step per mini-batch, in order, ``epochs`` times over; none before the operator's first step.
+    Outcomes of rows go into ``store``."""
+    if context.sampling.step < run.operator.first_step:
+        rows = run.present_rows(store, run.mini_batches)
+        frozen = torch.full((len(rows),), Outcome.FROZEN.code, dtype=torch.uint8, device=context.device)
+        store.put(Column.FINAL_OUTCOME, rows, frozen)
+        return {}
     _check_sampled(run, store, context)
     epochs = context.spec.algorithm.epochs
     statistics: Moments = {}

@@ -212,6 +212,7 @@ ALGORITHMS: dict[str, Raw] = {
         samples_per_prompt=3,
         prompts_per_step=5,
         dynamic_sampling={"rounds": 3},
+        freeze_actor_steps=1,
     ),
     "grpo-counted": _of("grpo", _scored(COUNTED), kl={"place": "reward", "estimator": "k1", "coefficient": 0.05}),
     # no group fits into a pass, and ranks have different counts of passes
@@ -240,6 +241,7 @@ ALGORITHMS: dict[str, Raw] = {
         prompts_per_step=3,
         num_mini_batches=2,
         dynamic_sampling={"rounds": 2},
+        freeze_actor_steps=3,
     ),
     # scores that are exact, since the same short responses come in several steps
     "grpo-as-ended": _of(

@@ -112,8 +112,9 @@ SETTINGS: dict[str, Raw] = {
         **_ppo(num_mini_batches=2),
         "models": {role: {"micro_batch_tokens": 20} for role in ("actor", "critic", "ref", "reward")},
     },
-    # a response may take three steps, the last with two tokens; the second setting ends some before their end
-    "segments": {**_ppo(num_mini_batches=2), "rollout": {"segment_tokens": 3}, "steps": 6},
+    # a response may take three steps, the last with two tokens, of which the first two train the critic alone; the
+    # second setting ends some before their end
+    "segments": {**_ppo(num_mini_batches=2, freeze_actor_steps=2), "rollout": {"segment_tokens": 3}, "steps": 6},
     "segments-corrected": {
         **_ppo(num_mini_batches=4, prompts_per_step=8, importance={"cap": 1.05}),
         "rollout": {"segment_tokens": 2, "max_segments": 3},

@@ -102,6 +102,7 @@ LEFT_OUT = (
     ),
     *(("masked-streaming_six-chunks_4", "truncated"), ("grpo-dapo_lag-chunks_2", "alike")),
     *(("grpo-dynamic_every-3_2", "surplus"), ("raft_halves_2", "not_best"), ("frozen_lag_2", "frozen")),
+    *(("segments_halves_2", "frozen"), ("grpo-dynamic-segments_lag-2_2", "frozen")),
     *(("grpo-segments_co-located_2", "truncated"), ("grpo-as-ended_co-located_2", "truncated")),
 )
 """Reasons for which rows of some step are left out, in runs in which others are trained on."""

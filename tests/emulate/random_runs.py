@@ -30,7 +30,7 @@ def random_settings(random: Random) -> Raw:
     algorithm: Raw = {"name": name, "prompts_per_step": prompts, "num_mini_batches": mini_batches}
     is_dynamic = name == "grpo" and random.random() < 0.4
     tokens = random.choice((None, 1, 2, 3, 5, 6, LONGEST)) if name in IN_SEGMENTS and not is_dynamic else None
-    if name in GENERATED and tokens is None:
+    if name in GENERATED:
         algorithm["freeze_actor_steps"] = random.choice((0, 0, 2)) * (name != "ac-share")
     if name in ("grpo", "raft", "ppo"):
         algorithm["samples_per_prompt"] = random.randint(2, 4)

@@ -18,6 +18,7 @@ from random_runs import LONGEST, other_plan, plan_of, random_settings
 from symbolic import inference_version
 
 from flexrlhf.metrics import Outcome
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.outcomes import RowAccount
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run, Sync
@@ -104,6 +105,8 @@ class EmulatedRun:
         training = plan.graph.accounting
         assert training is not None
         self.training = training
+        # with segments or attempts training accounts for the rows of frozen steps, too
+        self.first_step = 0 if Column.PRESENT in training.reads else training.first_step
         state.most_stale = max(state.most_stale, plan.spec.most_stale)
         if start != ANEW:
             for ledger in self.ledgers:
@@ -211,7 +214,7 @@ class EmulatedRun:
                 assert is_last or state.is_changed, f"{row} is not trained on when the last of its prompt ends"
                 stalest = step - min(state.tokens[row])
                 assert stalest <= state.most_stale, f"a token of {row} is {stalest} batches old"
-                state.ended[row] = outcome_of(row)
+                state.ended[row] = Outcome.FROZEN if step < self.training.first_step else outcome_of(row)
                 keys.append(place * len(Outcome) + Outcome(state.ended[row]).code)
         ends_batch = run.mini_batches.stop == self.shape.num_mini_batches
         for rank in run.ranks:
@@ -220,7 +223,7 @@ class EmulatedRun:
                 taken = (number for of_step, number in state.prompts if of_step == step)
                 self.ledgers[rank].open([number * self.shape.segments for number in taken])
                 self.ledgers[rank].complete(step)
-        assert step == max(state.num_trained, self.training.first_step), "batches are trained on in another order"
+        assert step == max(state.num_trained, self.first_step), "batches are trained on in another order"
         state.num_trained = step + ends_batch
 
     def _rows_of(self, run: Run) -> Sequence[int]:
@@ -234,7 +237,7 @@ class EmulatedRun:
     def _check(self) -> None:
         """Compare the ledgers with the rows that were generated and trained on."""
         state, shape, next_step = self.state, self.shape, self.next_step
-        frozen = min(next_step, self.training.first_step)
+        frozen = min(next_step, self.first_step)
         state.num_trained = max(state.num_trained, frozen)
         counts, carried = [each.counts(next_step) for each in self.ledgers], [each.carried for each in self.ledgers]
         for reports in (counts, carried):
@@ -242,9 +245,9 @@ class EmulatedRun:
             found = {name: {repr(report[name]) for report in reports if name in report} for name in names}  # type: ignore[index]
             assert all(len(values) == 1 for values in found.values()), f"ranks differ: {found}"
         state.account = merged_account(counts), {step: rows for report in carried for step, rows in report.items()}
-        in_flight = {(taken, number) for taken, number in state.begun - state.ended.keys() if taken >= frozen}
-        rows = {Outcome.FROZEN: frozen * shape.num_taken, RowAccount.IN_FLIGHT: len(in_flight)}
-        assert state.account[0] == Counter(state.ended.values()) + Counter(rows)
+        state.ended |= {row: Outcome.FROZEN for row in state.begun if row[0] < frozen}
+        in_flight = state.begun - state.ended.keys()
+        assert state.account[0] == Counter(state.ended.values()) + Counter({RowAccount.IN_FLIGHT: len(in_flight)})
         carried = sorted((taken, number) for taken, number in in_flight if taken < next_step)
         assert carried == sorted((int(taken), each) for taken, rows in state.account[1].items() for each in rows)
         steps = range(next_step - (shape.segments - 1), max(next_step + self.plan.schedule.lag, self.start.generated))
@@ -264,13 +267,13 @@ def check_run(random: Random) -> Plan:
                 break
         if run.next_step < steps:
             run = EmulatedRun(plan, State()) if saved is None else saved.resumed(other_plan(saved.plan, raw, random))
-    state, first = run.state, min(steps, run.training.first_step)
+    state = run.state
     taken = plan.batch.num_rows // plan.batch.segments
     everything = {(step, number) for step in range(steps) for number in range(taken)}
     assert state.begun == {row for row in everything if is_taken(plan, state, row)}
     # no prompt of the data is left out, and none is taken twice
     assert state.positions == list(range(len(state.begun) // plan.batch.samples_per_prompt * (plan.batch.attempts > 1)))
-    going = {row for row in state.begun - state.ended.keys() if row[0] >= first}
+    going = state.begun - state.ended.keys()
     assert going.isdisjoint(state.whole)
     assert state.is_changed or all(row[0] + last_age(plan, row) >= steps for row in going)
     return plan

@@ -61,15 +61,14 @@ def test_the_tail_is_the_part_of_the_steps_with_less_than_half_of_the_rows() -> 
     assert halves.tail == 0
 
 
-def test_segments_are_tried_where_lengths_have_a_tail_and_the_algorithm_allows_them() -> None:
+def test_segments_are_tried_where_lengths_have_a_tail() -> None:
     costs = AnalyticCosts()
     tail = simulated(TAIL, "rollout.kv_tokens=65536")
     trial = segment_trial(tail, costs, generation_load(tail, costs))
     assert trial is not None and trial.tokens == 256 and trial.parts.tokens == 256
     assert trial.gain == pytest.approx(trial.parts.samples / trial.whole.samples - 1) and trial.gain > 0.05
     assert f"rollout.segment_tokens=256: {trial.gain:+.0%} samples/s" in list(load_lines(tail, costs))[-1]
-    for settings in (("algorithm.freeze_actor_steps=1",), ("rollout.segment_tokens=512",)):
-        other = simulated(TAIL, "rollout.kv_tokens=65536", *settings)
-        assert segment_trial(other, costs, generation_load(other, costs)) is None
+    other = simulated(TAIL, "rollout.kv_tokens=65536", "rollout.segment_tokens=512")
+    assert segment_trial(other, costs, generation_load(other, costs)) is None
     even = simulated((100.0, 101.0), "rollout.kv_tokens=65536")
     assert segment_trial(even, costs, generation_load(even, costs)) is None

@@ -19,6 +19,7 @@ GRPO = "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2}"
 SFT = ("algorithm={name: sft, prompts_per_step: 8}", "models={actor: {init: {model_type: llama}}}")
 THREE, ENDED = "rollout.segment_tokens=3", "rollout.groups=as-ended"
 DYNAMIC = "algorithm.dynamic_sampling={rounds: 2}"
+FROZEN = "algorithm.freeze_actor_steps=1"
 PTX, TEXTS = "algorithm.ptx={path: texts.jsonl}", qualified((*TEXT, "loss_mask"), Qualifier.PTX)
 
 
@@ -132,11 +133,6 @@ def test_each_group_that_is_left_out_is_replaced_by_the_next_prompt() -> None:
             "use null",
         ),
         (
-            (THREE, "algorithm.freeze_actor_steps=2"),
-            "rollout.segment_tokens: 3 goes on with a response in the next step, and algorithm.freeze_actor_steps 2 "
-            "leaves steps out; use null, or freeze_actor_steps: 0",
-        ),
-        (
             (GRPO, THREE, ENDED, DYNAMIC),
             "rollout.groups: as-ended trains on each response when it ends, and dynamic_sampling leaves out whole "
             "groups; use wait",
@@ -186,7 +182,6 @@ def test_settings_that_cannot_be_cut_are_refused(overrides: tuple[str, ...], sen
     [
         (*SFT, "rollout.segment_tokens=null"),
         (GRPO, THREE, DYNAMIC),
-        (THREE, "algorithm.freeze_actor_steps=0"),
         (GRPO, THREE, "rollout.groups=wait"),
     ],
 )
@@ -197,7 +192,8 @@ def test_what_the_refusals_name_works(overrides: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        (THREE, PTX),
+        (THREE, PTX, FROZEN),
+        (GRPO, THREE, DYNAMIC, FROZEN),
         (GRPO, THREE, ENDED, PTX, "algorithm.truncation=mask-loss"),
     ],
 )
