@@ -186,6 +186,11 @@ class Operator:
         return self.function == TAKE_PROMPTS.function
 
     @property
+    def joins_responses(self) -> bool:
+        """Whether it decides which rows a step trains on, of the responses that several operators generate."""
+        return self.function == WHOLE_RESPONSES
+
+    @property
     def extra_reads(self) -> tuple[str, ...]:
         """Columns of the further texts that ``extra_loss`` trains on."""
         return tuple(name for name in self.reads if self.extra_loss and name.endswith(f".{self.extra_loss}"))
@@ -327,6 +332,8 @@ TAKE_PROMPTS = Operator(
     is_repeated=True,
     earlier=("scores", "finished"),
 )
+WHOLE_RESPONSES = "whole_responses"
+"""Function of a combine, which writes the rows whose responses have all ended."""
 DIVERSITY = Operator("diversity", "combine", "actor", ("tokens", "response_mask"), function="diversity")
 EVALUATION_METRICS: Mapping[str, tuple[str, ...]] = {
     "likelihood": ("eval_nll",),

@@ -8,6 +8,7 @@ ends. So a step's batch has a place for each prompt that may be under way (``Bat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from flexrlhf.config.algorithms.base import SampledSpec
@@ -15,8 +16,8 @@ from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import Column
-from flexrlhf.operators.graph import Graph, Operator, is_own
+from flexrlhf.operators.columns import Column, plain
+from flexrlhf.operators.graph import GENERATE, WHOLE_RESPONSES, Graph, Operator, is_own
 
 GROUPED = "group_advantages"
 """Combine that compares the responses of a group, also with the ones of earlier steps."""
@@ -33,14 +34,35 @@ def with_segments(graph: Graph, spec: Spec) -> Graph:
     if spec.num_segments == 1:
         return graph
     is_by_row = spec.rollout.groups == "as-ended"
+    several = [_carrying(operator) for operator in graph.operators if operator.kind == "generate"]
+    if len(several) > 1:
+        others = (_reading(each, is_by_row) for each in graph.operators if each.kind != "generate")
+        return replace(graph, operators=(*several, _joining(several), *others))
     return replace(graph, operators=tuple(_segmented(operator, is_by_row) for operator in graph.operators))
 
 
 def _segmented(operator: Operator, is_by_row: bool) -> Operator:
-    if operator.samples_responses:
-        written = (*operator.writes, Column.PRESENT)
-        carries = (name for name in written if operator.has_replies or name not in _RECOMPUTED)
-        return replace(operator, writes=written, carries=tuple(carries))
+    if operator.kind == "generate":
+        return _carrying(replace(operator, writes=(*operator.writes, Column.PRESENT)))
+    return _reading(operator, is_by_row)
+
+
+def _carrying(operator: Operator) -> Operator:
+    """Return a generate that goes on with the responses that the step before has not trained on."""
+    written = (name for name in operator.writes if operator.has_replies or plain(name) not in _RECOMPUTED)
+    return replace(operator, carries=tuple(dict.fromkeys((*written, Column.PRESENT))))
+
+
+def _joining(generates: Sequence[Operator]) -> Operator:
+    """Return the combine that joins the responses of several ``generates``; it also reads the sampled texts."""
+    written = [name for each in generates for name in each.writes]
+    read = (name for name in written if name in GENERATE.writes or plain(name) in ("response_mask", "finished"))
+    role = generates[0].role
+    return Operator("whole", "combine", role, tuple(read), (Column.PRESENT,), function=WHOLE_RESPONSES)
+
+
+def _reading(operator: Operator, is_by_row: bool) -> Operator:
+    """Return an operator that computes for the rows that the step trains on."""
     operator = replace(operator, reads=(*operator.reads, Column.PRESENT), is_by_row=is_by_row)
     if is_by_row and operator.function == GROUPED:
         return replace(operator, writes=(*operator.writes, Column.GROUP_SCORES), carries=(Column.GROUP_SCORES,))
@@ -55,12 +77,6 @@ def _check(graph: Graph, spec: Spec) -> None:
     if graph.generated is None:
         raise UserError(
             f"{key} has nothing to cut, since {algorithm.name} trains on responses of the data set; use null"
-        )
-    generating = [operator.name for operator in graph.operators if operator.kind == "generate"]
-    if len(generating) > 1:
-        raise UserError(
-            f"{key} cuts one response to a prompt, and {algorithm.name} generates several ({', '.join(generating)}); "
-            f"use null"
         )
     if spec.rollout.groups == "as-ended" and (reason := _needs_whole_groups(graph, spec)):
         raise UserError(f"rollout.groups: as-ended trains on each response when it ends, and {reason}; use wait")

@@ -49,7 +49,8 @@ def _combines_on_trained(graph: Graph, placement: Placement, others: Collection[
     """Return ``graph`` with its combines on trained copies, but for ``others`` and those whose columns a model or a
     source of scores on other ranks reads."""
     operators: list[Operator] = []
-    needed: set[str] = set()
+    generates = [each for each in graph.operators if each.kind == "generate" and not is_late(each, graph, placement)]
+    needed = {name for each in generates for name in each.carries}
     for operator in reversed(graph.operators):
         stays = operator.name in others or not needed.isdisjoint(operator.writes)
         if operator.kind == "combine" and operator.role in graph.trained and not stays:

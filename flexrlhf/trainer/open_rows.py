@@ -19,7 +19,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import Columns, EarlierScores
-from flexrlhf.operators.columns import Column, Lengths
+from flexrlhf.operators.columns import Column, Lengths, plain
 from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.execution import OperatorRun
@@ -173,7 +173,8 @@ class OpenRows:
         state["attention_mask"][places, width:] = generated["response_mask"]
         for name in ("tokens", "finished"):
             state[name][places] = generated[name]
-        state["policy_version"][places] += is_new.int() * version
+        if "policy_version" in state:
+            state["policy_version"][places] += is_new.int() * version
         for name in LOGPROBS:
             if name in state:
                 state[name][places] += generated["rollout_logprobs"] * is_new
@@ -220,29 +221,43 @@ class OpenRows:
     def columns(self, by_row: bool) -> Columns:
         """Return the columns of all rows at the end of the step, with ``present``: rows that have ended, or had their
         last segment; all responses to a prompt at once, unless ``by_row``."""
-        samples = self.shape.samples_per_prompt
-        has_ended = self.exists & (self.has_ended | self.has_last_segment)
-        if not by_row:
-            has_ended = has_ended.view(-1, samples).all(1).repeat_interleave(samples)
+        is_whole = self.exists & (self.has_ended | self.has_last_segment)
         # a row that is trained on is not carried, so its place is empty in the next step
         columns = {
             name: values.where(self.exists.view(-1, *[1] * (values.dim() - 1)), torch.zeros_like(values))
             for name, values in self.state.items()
         }
-        return {**columns, Column.PRESENT: has_ended.to(torch.uint8)}
+        return {**columns, Column.PRESENT: _present(is_whole, 1 if by_row else self.shape.samples_per_prompt)}
+
+
+def whole_responses(run: OperatorRun, batch: Batch) -> Columns:
+    """Return ``present`` (n,) of the rows of ``batch``, of which several operators have generated a response each."""
+    shape, samples = run.shape, run.shape.samples_per_prompt
+    suffixes = [name.removeprefix("finished") for name in run.operator.reads if plain(name) == "finished"]
+    masks = [batch[f"response_mask{suffix}"].bool() for suffix in suffixes]
+    ends = [(batch[f"finished{suffix}"] == 1) | mask.all(1) for suffix, mask in zip(suffixes, masks, strict=True)]
+    is_last = batch.rows // samples % shape.segments == shape.segments - 1
+    # a response that is under way has a token
+    is_whole = masks[0].any(1) & (torch.stack(ends).all(0) | is_last)
+    return {Column.PRESENT: _present(is_whole, samples)}
+
+
+def _present(is_whole: Tensor, samples: int) -> Tensor:
+    """Return uint8 (n,) of rows bool (n,), so many of which are trained on together."""
+    return is_whole.view(-1, samples).all(1).repeat_interleave(samples).to(torch.uint8)
 
 
 def _carried(run: OperatorRun, batch: Batch, before: RowStore | None, lengths: Lengths) -> Columns:
-    """Return the columns (n, ...) that ``run`` writes, as the step ``before`` has left those that it carries; zeros of
-    others."""
+    """Return the columns (n, ...) that ``run`` writes or carries, named without its suffix: carried ones as the step
+    ``before`` has left them, zeros of others."""
     columns, empty, samples = Columns(), RowStore(lengths, batch.rows.device), run.shape.samples_per_prompt
     continues, suffix = batch.rows // samples % run.shape.segments > 0, run.operator.suffix
     earlier = (batch.rows[continues] - samples).tolist()
-    for name in dict.fromkeys((*(name.removesuffix(suffix) for name in run.operator.writes), LOGPROBS[0])):
-        none = empty.get(name, ())
-        columns[name] = none.new_zeros(len(batch), *none.shape[1:])
-        if before is not None and earlier and f"{name}{suffix}" in run.operator.carries:
-            columns[name][continues] = before.get(f"{name}{suffix}", earlier)
+    for name in dict.fromkeys((*run.operator.writes, *run.operator.carries, LOGPROBS[0])):
+        none, own = empty.get(name, ()), name.removesuffix(suffix)
+        columns[own] = none.new_zeros(len(batch), *none.shape[1:])
+        if before is not None and earlier and name in run.operator.carries:
+            columns[own][continues] = before.get(name, earlier)
     return columns
 
 

@@ -16,7 +16,7 @@ from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import computed_columns
 from flexrlhf.operators.columns import Column, plain
 from flexrlhf.trainer.execution import OperatorRun
-from flexrlhf.trainer.open_rows import OpenRows, carried_scores, earlier_scores, places_in
+from flexrlhf.trainer.open_rows import OpenRows, carried_scores, earlier_scores, places_in, whole_responses
 from flexrlhf.trainer.operator_context import OperatorContext
 from flexrlhf.trainer.prompt_attempts import replace_prompts, take_prompts
 from flexrlhf.trainer.run_training import TRAINING
@@ -158,6 +158,8 @@ def _combine(
         if run.attempt is None:
             return replace_prompts(run, before, context.spec.algorithm, alone, context.device)
         return take_prompts(run, store, context.spec.algorithm, alone)
+    if run.operator.joins_responses:
+        return whole_responses(run, batch), {}
     scores = carried_scores(run, before, context.device) if Column.GROUP_SCORES in run.operator.carries else None
     combine_context = CombineContext(
         run.parts(store),

@@ -122,7 +122,7 @@ def collect_samples(
     """
     # samples are made of the first responses, which a greedy operator does not sample, and their scores
     columns = tuple(name for name in SCORES if name in run.operator.writes)
-    if run.operator.samples_responses:
+    if _has_texts(run):
         columns = TEXTS + (Column.TURN_ENDS, Column.REWARDS) * (Column.REWARDS in run.operator.writes)
     prompts = {prompt for m in run.mini_batches for prompt in run.shape.prompts_of_attempt(m, run.attempt)}
     chosen = [row for row in sample_rows(run.shape, count) if row // run.shape.samples_per_prompt in prompts]
@@ -137,6 +137,14 @@ def collect_samples(
     parts = texts.parts(values) if "tokens" in values else _scores(values)
     found = zip(chosen, parts, present, strict=True)
     return [{"rows": rows, "row": row, **part} for row, part, is_present in found if part and is_present]
+
+
+def _has_texts(run: OperatorRun) -> bool:
+    """Whether ``run`` reports responses: it writes them, in segments the rows that the step trains on."""
+    operator = run.operator
+    if run.shape.segments == 1:
+        return operator.samples_responses
+    return Column.PRESENT in operator.writes and not {*TEXTS}.difference(operator.reads, operator.writes)
 
 
 def merged_samples(step: int, parts: Iterable[SamplePart]) -> list[dict[str, Any]]:

@@ -307,6 +307,8 @@ ALGORITHMS: dict[str, Raw] = {
         "reinforce++", _scored(COUNTED, BY_TOKEN), baseline="group", samples_per_prompt=3, prompts_per_step=3
     ),
     "remax": _of("remax"),
+    # greedy responses that end in other steps than the sampled ones
+    "remax-segments": _of("remax", {"rollout": {"segment_tokens": 3}}),
     "remax-retokenized": _of("remax", {"models": {"reward": {**OWN_TOKENIZER, "max_text_tokens": 20}}}),
     "remax-rule": _of("remax", _scored(LENGTH), kl=None, normalise_scores="running", num_mini_batches=4),
     "remax-masked": _of("remax", _scored(COUNTED), whiten="batch", gamma=0.95),

@@ -78,7 +78,7 @@ class Reference:
         self.judges = [Judge(spec, "reward", self.tokenizer)] if has_source else []
         if isinstance(self.policy, SafeRlhfSpec):
             self.judges.append(Judge(spec, "cost", self.tokenizer))
-        self.sampler = Sampler(spec, self.tokenizer, temperature)
+        self.sampler, self.greedy_sampler = (Sampler(spec, self.tokenizer, each) for each in (temperature, 0.0))
         self.episodes = None if spec.environment is None else EpisodeSampler(spec, self.sampler)
         self.examples = read_examples(spec, self.tokenizer, spec.data.path)
         self.pretraining = self._pretraining_rows()
@@ -272,7 +272,7 @@ class Reference:
         indices = step_indices(self.spec.seed, step, self.policy.num_prompts, len(self.examples))
         rows = [self.examples[i] for i in indices for _ in range(self.policy.samples_per_prompt)]
         if self.spec.rollout.segment_tokens is None:
-            responses = [Response.empty(example) for example in rows]
+            responses = [self._empty(example) for example in rows]
             self._sample(step, dict(enumerate(responses)))
         else:
             self._begin(step, dict(enumerate(rows[:: self.policy.samples_per_prompt])))
@@ -286,12 +286,8 @@ class Reference:
     def _sample(self, step: int, rows: dict[int, Response]) -> None:
         """Whole responses, by their rows, and greedy ones next to them."""
         self._extend(self.sampler, "tokens", step, rows)
-        if isinstance(self.policy, RemaxSpec):
-            for response in rows.values():
-                assert response.example is not None
-                response.greedy = Response.empty(response.example)
-            greedy = {row: response.greedy for row, response in rows.items() if response.greedy is not None}
-            self._extend(Sampler(self.spec, self.tokenizer, 0.0), "tokens.greedy", step, greedy)
+        if greedy := {row: response.greedy for row, response in rows.items() if response.greedy is not None}:
+            self._extend(self.greedy_sampler, "tokens.greedy", step, greedy)
 
     def _extend(self, sampler: Sampler, column: str, step: int, rows: dict[int, Response]) -> None:
         forced = {row: self._forced(step, column, row) for row in rows}
@@ -341,7 +337,14 @@ class Reference:
         """Responses to further prompts, by their number in the step; ``position``: of the first in the data."""
         for index, (number, example) in enumerate(examples.items()):
             samples = range(self.policy.samples_per_prompt)
-            self.under_way[step, number] = [Response.empty(example, position + index) for _ in samples]
+            self.under_way[step, number] = [self._empty(example, position + index) for _ in samples]
+
+    def _empty(self, example: Example, position: int = 0) -> Response:
+        """A response before its first token, with the greedy one next to it if that is its baseline."""
+        response = Response.empty(example, position)
+        if isinstance(self.policy, RemaxSpec):
+            response.greedy = Response.empty(example)
+        return response
 
     def _replace(self, step: int) -> None:
         """The next prompts of the data: a step's share, and one for each group that was left out, as far as there are
@@ -359,20 +362,23 @@ class Reference:
         """The responses that are whole after a further segment of each that has not ended, by their places."""
         samples, most = self.policy.samples_per_prompt, self.spec.rollout.segment_tokens
         assert most is not None
-        whole, sampled = [], list[Sampled]()
+        whole, sampled, greedy = [], list[Sampled](), list[Sampled]()
         for (of_step, number), group in self.under_way.items():
             for sample, response in enumerate(group):
                 response.place = (number * self.segments + step - of_step) * samples + sample
-                if not response.finished and len(response.tokens) < self.sampler.longest:
-                    forced = self._forced(step, "tokens", response.place)
-                    sampled.append(Sampled(response, of_step, number * samples + sample, forced))
+                for each, found, column in ((response, sampled, "tokens"), (response.greedy, greedy, "tokens.greedy")):
+                    if each is not None and not self._has_ended(each):
+                        forced = self._forced(step, column, response.place)
+                        found.append(Sampled(each, of_step, number * samples + sample, forced))
         self.sampler.extend(self.old_actor, sampled, most)
-        self.requests = len(sampled)
+        self.greedy_sampler.extend(self.old_actor, greedy, most)
+        self.requests = len(sampled) + len(greedy)
         for (of_step, number), group in list(self.under_way.items()):
             for response in group:
                 response.versions += [self.version(step)] * (len(response.tokens) - len(response.versions))
             is_last = step - of_step == self.segments - 1
-            ended = [r for r in group if is_last or r.finished or len(r.tokens) == self.sampler.longest]
+            both = [[each for each in (r, r.greedy) if each is not None] for r in group]
+            ended = [r for r, pair in zip(group, both, strict=True) if is_last or all(map(self._has_ended, pair))]
             if self.spec.rollout.groups == "as-ended":
                 for response in ended:
                     response.siblings = group
@@ -382,6 +388,9 @@ class Reference:
                 whole += [] if self.spec.rollout.groups == "as-ended" else group
                 del self.under_way[of_step, number]
         return sorted(whole, key=lambda response: response.place)
+
+    def _has_ended(self, response: Response) -> bool:
+        return response.finished or len(response.tokens) == self.sampler.longest
 
     def _look_at(self, response: Response) -> None:
         """Scores of a sampled response by models and other sources."""

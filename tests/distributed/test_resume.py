@@ -104,7 +104,7 @@ CHANGED = [
     Pair(Case("raft", "co-located", 4), Case("raft", "six", 2)),
     Pair(Case("gspo", "halves", 2), Case("gspo", "co-located", 2, "torch-3")),
     Pair(Case("reinforce", "six-chunks", 2), Case("reinforce", "co-located", 4, "deepspeed-2")),
-    Pair(Case("remax", "six", 2), Case("remax", "co-located", 2, "deepspeed-0")),
+    Pair(Case("remax-segments", "six", 2), Case("remax-segments", "co-located", 2, "deepspeed-0")),
     Pair(Case("safe", "co-located", 2, "deepspeed-3"), Case("safe", "six", 4)),
     Pair(Case("dpo", "co-located", 2), Case("dpo", "halves", 4)),
     Pair(Case("kto", "co-located", 2), Case("kto", "halves", 2)),

@@ -13,7 +13,6 @@ from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 
 GENERATED = ("ppo", "grpo", "raft", "remax", "safe-rlhf", "ac-share")
-IN_SEGMENTS = ("ppo", "grpo", "raft", "ac-share", "safe-rlhf")
 MODELS = {"ppo": 6, "grpo": 4, "raft": 3, "remax": 4, "ac-share": 4}
 """Models of a placement with inference on ranks of its own."""
 TRAINING = {"ppo": ("actor", "critic", "ref"), "grpo": ("actor", "ref"), "raft": ("actor",)}
@@ -29,7 +28,7 @@ def random_settings(random: Random) -> Raw:
     prompts = random.randint(mini_batches, 9)
     algorithm: Raw = {"name": name, "prompts_per_step": prompts, "num_mini_batches": mini_batches}
     is_dynamic = name == "grpo" and random.random() < 0.4
-    tokens = random.choice((None, 1, 2, 3, 5, 6, LONGEST)) if name in IN_SEGMENTS and not is_dynamic else None
+    tokens = random.choice((None, 1, 2, 3, 5, 6, LONGEST)) if name in GENERATED and not is_dynamic else None
     if name in GENERATED:
         algorithm["freeze_actor_steps"] = random.choice((0, 0, 2)) * (name != "ac-share")
     if name in ("grpo", "raft", "ppo"):
@@ -92,7 +91,7 @@ def changed(raw: Raw, random: Random) -> Raw:
     lag, rollout = raw["schedule"]["lag"], raw["rollout"]
     if lag and random.random() < 0.5:
         lag = random.choice((1, 2, 4, 7))
-    if raw["algorithm"]["name"] in IN_SEGMENTS and random.random() < 0.5:
+    if raw["algorithm"]["name"] in GENERATED and random.random() < 0.5:
         rollout = {**rollout, "segment_tokens": random.randint(1, 5), "max_segments": None}
     return {**raw, "schedule": {"lag": lag}, "rollout": rollout}
 

@@ -16,6 +16,7 @@ from flexrlhf.strategies.instructions import Run
 from flexrlhf.trainer.prompt_attempts import LACKING, TAKEN, next_taken, replacing_positions
 
 GRPO = "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2}"
+REMAX = "algorithm={name: remax, prompts_per_step: 8}"
 SFT = ("algorithm={name: sft, prompts_per_step: 8}", "models={actor: {init: {model_type: llama}}}")
 THREE, ENDED = "rollout.segment_tokens=3", "rollout.groups=as-ended"
 DYNAMIC = "algorithm.dynamic_sampling={rounds: 2}"
@@ -81,6 +82,23 @@ def test_responses_that_end_alone_are_compared_with_the_scores_of_their_group() 
         assert operator.writes == (*before.writes, *scores) and operator.carries == (*before.carries, *scores)
 
 
+def test_rows_of_two_responses_are_trained_on_when_both_have_ended() -> None:
+    """Both are carried until then, on the ranks that generate each, which read whether the step before trained on the
+    row. Under a lag the combine stays with generation, also where all that reads it is on the ranks of training."""
+    sides = "{actor.rollout: {ranks: [1]}, actor: {ranks: [0]}, ref: {ranks: [0]}, reward: {ranks: [0]}}"
+    vllm = ("rollout.engine=vllm", "algorithm.importance={cap: 2.0}")
+    plan = plan_of(None, 2, REMAX, THREE, f"placement={sides}", "schedule.lag=2", *vllm)
+    sampled, greedy, joined, *others = plan.graph.operators
+    assert (sampled.name, greedy.name) == ("generate", "greedy") and joined.joins_responses
+    for operator in (sampled, greedy):
+        own = {name for name in operator.writes if not name.startswith("attention_mask")}
+        assert set(operator.carries) == own | {Column.PRESENT} and Column.PRESENT not in operator.writes
+    assert joined.writes == (Column.PRESENT,) and {"finished", "finished.greedy"} < set(joined.reads)
+    assert all(Column.PRESENT in operator.reads for operator in others)
+    lags = {run.operator.name: run.lag for run in plan.schedule.instructions if isinstance(run, Run)}
+    assert lags[joined.name] == 0 and lags["train_actor"] == 2
+
+
 def test_a_step_takes_prompts_by_the_scores_of_the_step_before() -> None:
     """In one attempt; generation and scores read them, and the training that accounts for rows."""
     plan = plan_of(None, 1, GRPO, THREE, DYNAMIC)
@@ -126,11 +144,6 @@ def test_each_group_that_is_left_out_is_replaced_by_the_next_prompt() -> None:
         (
             (*SFT, THREE),
             "rollout.segment_tokens: 3 has nothing to cut, since sft trains on responses of the data set; use null",
-        ),
-        (
-            ("algorithm={name: remax, prompts_per_step: 8}", THREE),
-            "rollout.segment_tokens: 3 cuts one response to a prompt, and remax generates several (generate, greedy); "
-            "use null",
         ),
         (
             (GRPO, THREE, ENDED, DYNAMIC),
@@ -194,6 +207,7 @@ def test_what_the_refusals_name_works(overrides: tuple[str, ...]) -> None:
     [
         (THREE, PTX, FROZEN),
         (GRPO, THREE, DYNAMIC, FROZEN),
+        (REMAX, THREE),
         (GRPO, THREE, ENDED, PTX, "algorithm.truncation=mask-loss"),
     ],
 )
