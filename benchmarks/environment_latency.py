@@ -1,11 +1,11 @@
-"""Predicted and measured step time with slow environments, with and without chunks that alternate.
+"""Predicted and measured step time with slow environments, in few and in many processes.
 
     flexrlhf run                                # once: trains the quick start's model
     python benchmarks/environment_latency.py    # in the same directory; about ten minutes
 
 One rank generates and one trains, on the batch before. Measures the machine and each environment, as ``flexrlhf
-profile`` does, simulates all runs and has ``advise`` choose chunks; only then runs each of them once, in turns. Compare
-on a machine with nothing else to do.
+profile`` does, simulates all runs and has ``advise`` choose processes; only then runs each of them once, in turns.
+Compare on a machine with nothing else to do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.text import table
 
 TURNS, TOKENS = 12, 2
-CHUNKS = (1, 2, 4)
+FACTORS = (1, 2, 4)
+"""Of the processes."""
 CONFIG = f"""
 name: waiting
 algorithm: {{name: grpo, prompts_per_step: 128, samples_per_prompt: 4, num_mini_batches: 4, kl: null}}
@@ -54,13 +55,13 @@ placement: [0.5, 0.5]
 schedule: {{lag: 1}}
 """
 MARGIN = 0.1
-"""Difference of predictions below which the fewer chunks are chosen."""
+"""Difference of predictions below which the fewer processes are chosen."""
 
 
-def changes(seconds: float, chunks: int, steps: int) -> tuple[str, ...]:
-    name = f"waiting-{seconds:g}-{chunks}"
+def changes(seconds: float, processes: int, steps: int) -> tuple[str, ...]:
+    name = f"waiting-{seconds:g}-{processes}"
     options = f"environment.options={{seconds: {seconds}}}"
-    return (f"name={name}", options, f"schedule.num_chunks={chunks}", f"steps={steps}")
+    return (f"name={name}", options, f"environment.processes={processes}", f"steps={steps}")
 
 
 def command(*words: str) -> None:
@@ -85,13 +86,10 @@ def costs_of(measured: Measurements, plan: Plan) -> MeasuredCosts:
 
 
 def advised(spec: Spec, costs: MeasuredCosts, lengths: TextLengths) -> str:
-    """Return the chunks of the placement that ``advise`` chooses, and how much faster it says they are."""
-    opened = spec.schedule.model_copy(update={"num_chunks": 1})
-    opened.model_fields_set.discard("num_chunks")
-    found = advise(spec.model_copy(update={"schedule": opened}), costs, lengths, seconds_limit=2.0, margin=MARGIN)
-    given = [each for each in found.waiting if each.processes == found.waiting[0].processes]
-    best = least_waiting(given, MARGIN)
-    return f"{best.chunks}, {given[0].seconds / best.seconds:.2f} x"
+    """Return the processes that ``advise`` proposes, and how much faster it says they are."""
+    found = advise(spec, costs, lengths, seconds_limit=2.0, margin=MARGIN).waiting
+    best = least_waiting(found, MARGIN)
+    return f"{best.processes}, {found[0].seconds / best.seconds:.2f} x"
 
 
 def measured_seconds(name: str) -> float:
@@ -108,30 +106,32 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, nargs="*", default=[0.0, 0.01, 0.03], help="of a reply")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument(
-        "--service", action="store_true", help="four processes await all replies at once, as of a server"
+        "--service", action="store_true", help="each process awaits all of its replies at once, as of a server"
     )
     options = parser.parse_args()
     config, profile = Path("runs/waiting.yaml"), Path("runs/waiting-profile.json")
-    name, processes = ("SlowService", "4") if options.service else ("Slow", "32")
-    config.write_text(CONFIG.replace("CLASS", name).replace("PROCESSES", processes))
+    name, processes = ("SlowService", 1) if options.service else ("Slow", 16)
+    config.write_text(CONFIG.replace("CLASS", name).replace("PROCESSES", str(processes)))
     command("profile", str(config), *settings("environment.options={seconds: 0}"), "-o", str(profile))
-    report(config, read_measurements(profile), options.seconds, options.steps)
+    counts = [factor * processes for factor in FACTORS]
+    report(config, read_measurements(profile), options.seconds, counts, options.steps)
 
 
-def report(config: Path, measured: Measurements, latencies: Sequence[float], steps: int) -> None:
-    columns = (f"{name} {chunks}" for chunks in CHUNKS for name in ("predicted", "measured"))
-    rows = [("a reply", "waits", *columns, "faster", "advise: chunks")]
+def report(config: Path, measured: Measurements, latencies: Sequence[float], counts: Sequence[int], steps: int) -> None:
+    """Print a table of the seconds of a step by the time of a reply and by the processes ``counts``."""
+    columns = (f"{name} {processes}" for processes in counts for name in ("predicted", "measured"))
+    rows = [("a reply", "waits", *columns, "faster", "advise: processes")]
     predicted: dict[float, tuple[list[Simulation], str]] = {}
     for seconds in latencies:
-        specs = [load_spec(config, changes(seconds, chunks, steps)) for chunks in CHUNKS]
+        specs = [load_spec(config, changes(seconds, processes, steps)) for processes in counts]
         plans = [make_plan(spec) for spec in specs]
         costs, lengths = costs_of(measured, plans[0]), lengths_of(plans[0])
         simulations = [simulate(plan, costs, lengths) for plan in plans]
         predicted[seconds] = simulations, advised(specs[0], costs, lengths)
     for seconds, (simulations, advice) in predicted.items():
         found = []
-        for chunks in CHUNKS:
-            changed = changes(seconds, chunks, steps)
+        for processes in counts:
+            changed = changes(seconds, processes, steps)
             command("run", str(config), *settings(*changed))
             found.append(measured_seconds(changed[0].partition("=")[2]))
         pairs = zip((each.seconds for each in simulations), found, strict=True)

@@ -64,7 +64,7 @@ def test_a_reload_precedes_calls_that_leave_room_for_its_model(plan: Plan) -> No
 
 def test_a_simulated_step_is_shorter_by_hidden_copies(simulation: Simulation) -> None:
     regular = [each for item, each in zip(simulation.priced, simulation.instructions, strict=True) if not item.is_rare]
-    blocking = steady_seconds([replace(each, copies="", needs=()) for each in regular], simulation.num_walked)
+    blocking = steady_seconds([replace(each, copies="", needs=()) for each in regular], len(simulation.blocks))
     assert blocking - simulation.seconds == pytest.approx(simulation.copying - simulation.exposed)
     # exposed: both exchanges of the trained models, and the actor that comes back for its training
     back = [item.cost.seconds for item in simulation.regular if item.instruction.kind == "reload"]

@@ -21,10 +21,13 @@ from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
+from flexrlhf.guideline.costs.scaled import ScaledCosts
 from flexrlhf.guideline.simulation.compare import compare, read_run
+from flexrlhf.guideline.simulation.episode_prices import REPLIES, EpisodeRow
 from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths, lengths_for, longest_lengths
-from flexrlhf.guideline.simulation.measured_run import RunRecord, reply_times
+from flexrlhf.guideline.simulation.measured_run import RunRecord, measured_run, reply_times
 from flexrlhf.guideline.simulation.pricing import Pricer
+from flexrlhf.guideline.simulation.rounds import Segment
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate, write_timeline
 from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
 from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds, walk_steps
@@ -646,6 +649,15 @@ def replies_of(*seconds: float, **changes: object) -> EnvironmentTimes:
     return EnvironmentTimes.model_validate({"name": "game.py:Game", "resets": (), "replies": seconds, **changes})
 
 
+H100 = "cluster={nodes: [{count: 1, devices: 1, class: H100-80G}]}"
+AGENT = (
+    "models={actor: {init: qwen2.5-0.5b}}",
+    "algorithm={name: grpo, prompts_per_step: 16, samples_per_prompt: 4}",
+    "data.max_prompt_tokens=256",
+    "data.max_response_tokens=1024",
+)
+
+
 def test_a_run_waits_for_the_replies_to_all_turns() -> None:
     """Those of all rows, one turn after the other; with as many processes as a quarter of the rows four times as
     long."""
@@ -655,6 +667,52 @@ def test_a_run_waits_for_the_replies_to_all_turns() -> None:
             rows = plan.batch.num_rows // chunks
             expected = 2 * chunks * -(-rows // processes)
             assert simulate(plan, Fixed(replies=replies_of(1))).reply_seconds == expected
+
+
+def test_a_generation_has_all_turns_and_replies() -> None:
+    """Ranks wait for as long as environments reply, and run models the rest."""
+    costs = Fixed(replies=replies_of(8, resets=(1,)))
+    simulation = simulate(plan_of(None, 1, *GAME), costs)
+    assert times(simulation)["generate", 0, None] == (0, 1 + 2 * (8 + 8))
+    assert simulation.reply_seconds == 1 + 2 * 8
+    assert simulation.part_seconds["generation"] == 2 * 8
+    assert simulation.bubble == pytest.approx(17 / simulation.seconds)
+    halves = simulate(plan_of(None, 1, *GAME, "schedule.num_chunks=2"), costs)
+    assert [times(halves)["generate", 0, chunk] for chunk in (0, 1)] == [(0, 33), (33, 66)]
+
+
+def test_pieces_of_episodes_have_their_turns() -> None:
+    """Turns of 6 tokens with replies of 2 between them: what a piece samples, and whether it ends with a turn."""
+    plan = plan_of(None, 1, *GAME, "data.max_response_tokens=32", "environment.max_turns=4")
+    episodes = Pricer(plan, Fixed(), TextLengths(4, (32.0,), replies=8.0)).episodes
+    assert episodes is not None
+    first, second, last = (episodes.row_of(piece, 12) for piece in (Segment(0, 12), Segment(12, 12), Segment(24, 8)))
+    assert first == EpisodeRow(4, (6, 4), 2, begins=True, awaits=False) and first.num_replies == 1
+    assert second == EpisodeRow(16, (2, 6), 2, begins=False, awaits=True)
+    assert list(second.contexts) == [16, 20]
+    assert last == EpisodeRow(28, (6,), 2, begins=False, awaits=True)
+
+
+def test_episodes_in_segments_have_the_turns_and_replies_of_their_pieces() -> None:
+    """In a settled round rows of all ages sample: as many turns as of whole episodes, in fewer rounds of more rows. So
+    environments reply for as long, and weights are read less often."""
+    settings = *AGENT, *GAME[:1], "environment.max_turns=4", "environment.processes=64", H100
+    lengths, costs = TextLengths(256, (1024.0,), replies=256.0), ScaledCosts(AnalyticCosts(), {}, 1.0, replies_of(2.0))
+
+    def generation(*overrides: str) -> Mapping[str, float]:
+        plan = plan_of(None, 1, *settings, *overrides)
+        (cost,) = (
+            each.cost
+            for each in simulate(plan, costs, lengths).regular
+            if isinstance(each.instruction, Run) and each.instruction.operator.has_replies
+        )
+        return cost.parts
+
+    whole, halves, turns = (generation(), *(generation(f"rollout.segment_tokens={tokens}") for tokens in (384, 192)))
+    assert whole[REPLIES] == 4 * 2
+    # the rows of two ages have two turns each, and those of four ages one
+    assert (halves[REPLIES], turns[REPLIES]) == (2 * 2 * 2, 4 * 2)
+    assert turns["weights"] < halves["weights"] < whole["weights"]
 
 
 def test_rows_whose_episode_has_ended_have_no_later_turn() -> None:
@@ -683,13 +741,18 @@ def test_replies_take_as_long_as_the_slowest_process() -> None:
 
 
 def test_a_run_gives_back_the_time_of_its_replies() -> None:
-    plan, rows = (
-        plan_of(None, 1, *GAME),
-        ({"step": 0, "reply_seconds_mean": 1.0}, {"step": 1, "reply_seconds_mean": 2.0}),
-    )
+    """The mean of its metrics, distributed as the measured times are. Waiting for replies is no time of generation."""
+    plan, costs = plan_of(None, 1, *GAME, "environment.processes=4"), Fixed(replies=replies_of(0.5, 1.0))
+    rows = tuple({"step": step, "seconds": 9.0, "reply_seconds_mean": 3.0} for step in range(4))
     record = RunRecord(Path("runs/x"), plan, rows, (), ())
-    found = reply_times(record, (0, 1), CostSource(Fixed(), "fixed costs", FROM_FIGURES))
-    assert found is not None and found.replies == (1.5,)
+    found = reply_times(record, (1, 2), CostSource(costs, "fixed costs", FROM_FIGURES))
+    assert found is not None and found.replies == (2, 4)
+    unknown = reply_times(record, (1, 2), CostSource(Fixed(), "fixed costs", FROM_FIGURES))
+    assert unknown is not None and unknown.replies == (3,)
+    slow = simulate(plan, Fixed(replies=replies_of(3.0)))
+    measured = measured_run(replace(record, spans=tuple(slow.spans(4)))).simulation
+    assert measured.reply_seconds == slow.reply_seconds == 12
+    assert measured.part_seconds["generation"] == pytest.approx(slow.part_seconds["generation"])
 
 
 CALLS = ("generate", "scores", "ref_logprobs", "values", "train_actor", "train_critic")

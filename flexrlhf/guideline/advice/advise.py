@@ -289,7 +289,7 @@ def _without_plan(feasible: Sequence[FeasibleCandidate], rejected: Sequence[Reje
 
 
 def _with_less_waiting(advice: Advice) -> Advice:
-    """Return ``advice`` with the chunks and processes for which the placement to use waits least for environments."""
+    """Return ``advice`` with the processes for which the placement to use waits least for environments."""
     variants = waiting_variants(advice.best) if advice.comparable else ()
     opened = [each for each in variants if each.is_open]
     if not opened:

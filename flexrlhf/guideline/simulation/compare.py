@@ -36,10 +36,10 @@ class TimePair:
 
 @dataclass(frozen=True)
 class SpanComparison:
-    """Spans of one kind and label, medians over ranks, steps, chunks and turns.
+    """Spans of one kind and label, medians over ranks, steps and chunks.
 
     kind:     kind of the instruction
-    label:    its label, without a turn
+    label:    its label
     count:    measured spans
     seconds:  durations
     waited:   waiting for columns before the start

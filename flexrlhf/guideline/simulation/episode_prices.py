@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
+from math import ceil, inf
+from typing import NamedTuple
 
 from flexrlhf.api import BatchShape, EnvironmentSpec, Plan, Run
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.simulation.calls import replica_rows
 from flexrlhf.guideline.simulation.inputs import TextLengths
+from flexrlhf.guideline.simulation.rounds import Segment
 
 REPLIES = "environments"
 """Part of the time of an operator that plays episodes."""
+
+
+class EpisodeRow(NamedTuple):
+    """Turns of a row in one generation.
+
+    context:  tokens before its first turn
+    turns:    tokens that it samples in each turn
+    reply:    tokens of each reply
+    begins:   whether its episode begins; else it has been carried
+    awaits:   whether its last turn has a reply; else the row is carried in the middle of that turn
+    """
+
+    context: float
+    turns: tuple[float, ...]
+    reply: float = 0.0
+    begins: bool = True
+    awaits: bool = True
+
+    @property
+    def num_replies(self) -> int:
+        """Number of replies that it awaits."""
+        return len(self.turns) - (not self.awaits)
+
+    @property
+    def contexts(self) -> Iterator[float]:
+        """Tokens before each turn."""
+        before = self.context
+        for tokens in self.turns:
+            yield before
+            before += tokens + self.reply
 
 
 def crowding(plan: Plan, computing: float) -> float:
@@ -77,12 +110,29 @@ class EpisodePrices:
     def reply_seconds(self, run: Run, turn: int | None) -> float:
         """Return the time of the replies to a ``turn`` of all rows of ``run``, or of their resets, on the slowest
         replica."""
-        layout, is_reset = run.layout, turn is None
-        return self.crowding * max(
-            self.times.seconds(
+        layout = run.layout
+        return max(
+            self.seconds(
                 sum(rows) if turn is None else self.rows(sum(rows), turn),
                 self.settings.processes_of(replica, layout.dp),
-                is_reset,
+                is_reset=turn is None,
             )
             for replica, rows in replica_rows(self.batch, layout, run.mini_batches).items()
         )
+
+    def seconds(self, calls: int, processes: int, is_reset: bool = False) -> float:
+        """Return the time of so many calls that are made together."""
+        return self.crowding * self.times.seconds(calls, processes, is_reset)
+
+    def row_of(self, piece: Segment, carried: float) -> EpisodeRow:
+        """Return the turns of a piece of a response, in which turns and replies of their mean lengths alternate.
+
+        carried:  tokens of a piece that does not end its row
+        """
+        part, reply = self.lengths_of(0).mean_response, self.lengths.replies / sum(self.shares)
+        period, end = part + reply, piece.start + piece.tokens
+        places = range(int(piece.start // period), max(1, ceil(end / period)))
+        bounds = [(max(piece.start, place * period), min(end, place * period + part)) for place in places]
+        turns = tuple(high - low for low, high in bounds if high > low)
+        ends_turn = piece.tokens < carried or end >= places[-1] * period + part
+        return EpisodeRow(self.lengths.prompt + piece.start, turns, reply, not piece.start, ends_turn)

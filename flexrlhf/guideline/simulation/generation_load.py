@@ -100,7 +100,7 @@ class GenerationLoad:
 
 def generation_load(simulation: Simulation, costs: CostModel) -> GenerationLoad | None:
     """Return the load of the first generation of a step that has most rows on a replica; None if there is none, and of
-    episodes, whose turns are generations of their own."""
+    episodes, whose rows leave their slots between turns."""
     plan, pricer = simulation.plan, Pricer(simulation.plan, costs, simulation.lengths)
     runs = [each.instruction for each in simulation.regular if isinstance(each.instruction, Run)]
     generations = [run for run in runs if run.operator.call == "generate"]

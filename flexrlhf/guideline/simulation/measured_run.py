@@ -118,9 +118,9 @@ def measured_run(record: RunRecord, profile: Path | None = None) -> MeasuredRun:
     by_step = {row["step"]: float(row["seconds"]) for row in record.rows}
     low, seconds, high = quantiles([by_step[step] for step in steps], n=4, method="inclusive")
     lengths, base = _recent_lengths(record, steps), _base_costs(record.plan.spec, profile)
-    predicted = simulate(record.plan, base.costs, lengths)
-    scaled = _scaled_costs(predicted, _measured_times(record, steps), base)
-    scaled = replace(scaled, replies=reply_times(record, steps, base))
+    unscaled = ScaledCosts(base.costs, {}, 1.0, reply_times(record, steps, base))
+    predicted = simulate(record.plan, unscaled, lengths)
+    scaled = _scaled_costs(predicted, _measured_times(record, steps), unscaled)
     accuracy = FROM_MEASUREMENTS.scattered((high - low) / seconds)
     source = CostSource(scaled, f"times of {record.directory}, by {base.name}", accuracy)
     first = next(iter(by_step.values()))
@@ -180,15 +180,15 @@ def _measured_times(record: RunRecord, steps: Sequence[int]) -> dict[_Key, float
     return {key: median(each) for key, each in times.items()}
 
 
-def _scaled_costs(predicted: Simulation, times: Mapping[_Key, float], base: CostSource) -> ScaledCosts:
-    """Return the costs of ``base`` with factors by which ``times`` differ from ``predicted``."""
+def _scaled_costs(predicted: Simulation, times: Mapping[_Key, float], costs: ScaledCosts) -> ScaledCosts:
+    """Return ``costs`` with factors by which ``times`` differ from ``predicted``, waiting for replies aside."""
     expected: dict[ScaledWork, float] = defaultdict(float)
     measured: dict[ScaledWork, float] = defaultdict(float)
     for item in predicted.regular:
         work = _work_of(predicted.plan, item.instruction)
         if work is not None and _key(item.instruction) in times:
-            expected[work] += item.cost.seconds
-            measured[work] += times[_key(item.instruction)]
+            expected[work] += item.computing
+            measured[work] += max(0.0, times[_key(item.instruction)] - item.awaiting)
     calls = [work for work in expected if isinstance(work, tuple)]
     total = sum(measured[work] for work in calls), sum(expected[work] for work in calls)
     step = sum(measured.values()), sum(expected.values())
@@ -197,7 +197,7 @@ def _scaled_costs(predicted: Simulation, times: Mapping[_Key, float], base: Cost
         for work in expected
         if measured[work] >= LEAST_SHARE * step[0] and expected[work] >= LEAST_SHARE * step[1]
     }
-    return ScaledCosts(base.costs, factors, total[0] / total[1])
+    return replace(costs, factors=factors, usual=total[0] / total[1])
 
 
 def _work_of(plan: Plan, instruction: Instruction) -> ScaledWork | None:
@@ -216,15 +216,18 @@ def _work_of(plan: Plan, instruction: Instruction) -> ScaledWork | None:
 
 
 def reply_times(record: RunRecord, steps: Sequence[int], base: CostSource) -> EnvironmentTimes | None:
-    """Return the times of an environment's replies: the mean of ``steps``. None without an environment."""
+    """Return the times of an environment's replies: of ``base``, or all alike, with the mean of ``steps``. None without
+    an environment, or if neither is known."""
     environment = record.plan.spec.environment
     if environment is None:
         return None
     known, mean = base.costs.environment(environment.name), _mean(record, steps, "reply_seconds_mean")
     if mean is None:
         return known
-    found = known or EnvironmentTimes(name=environment.name, resets=(), replies=())
-    return found.model_copy(update={"replies": (mean,)})
+    known = known or EnvironmentTimes(name=environment.name, resets=(), replies=())
+    before = sum(known.replies) / max(1, len(known.replies))
+    longer = tuple(mean / before * each for each in known.replies) if before else (mean,)
+    return known.model_copy(update={"replies": longer})
 
 
 def _recent_lengths(record: RunRecord, steps: Sequence[int]) -> TextLengths:

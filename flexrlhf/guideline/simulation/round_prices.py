@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import TypeVar
 
 from flexrlhf.api import Instruction, PackedPass, PlacedModel, Plan, Run, TextGroup
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, reads_prompts_once, texts_per_row
+from flexrlhf.guideline.simulation.episode_prices import REPLIES
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.lengths import batch_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
@@ -58,8 +59,25 @@ class RoundPricer:
             if rows:
                 fullest = max(rows, key=lambda pieces: sum(piece.tokens for piece in pieces))
                 longest = max(rows, key=lambda pieces: max((piece.tokens, len(pieces)) for piece in pieces))
-                costs += [self._decode(run, model, mesh, pieces, number) for pieces in (fullest, longest)]
+                price = self._episodes if run.operator.has_replies else self._decode
+                costs += [price(run, model, mesh, pieces, number) for pieces in (fullest, longest)]
         return costs
+
+    def _episodes(self, run: Run, model: PlacedModel, mesh: Mesh, pieces: list[Segment], number: int) -> Cost:
+        """Return the cost of pieces of episodes, whose rows await replies between turns."""
+        episodes, segments = self.pricer.episodes, Segments.of(self.pricer.plan, self.pricer.lengths)
+        assert episodes is not None and segments.tokens is not None, "pieces of episodes are of segments"
+        rows = [row for piece in pieces if (row := episodes.row_of(piece, segments.tokens)).turns]
+        processes = max(1, episodes.settings.processes // run.layout.dp)
+        prompt, begun = self.pricer.lengths.prompt, sum(row.begins for row in rows)
+        parts, waiting = Counter[str](), episodes.seconds(begun, processes, is_reset=True)
+        turns = zip_longest(*(zip(row.contexts, row.turns, strict=True) for row in rows))
+        for turn, all_rows in enumerate(turns):
+            going = [Segment(each[0] - prompt, each[1]) for each in all_rows if each is not None]
+            parts.update(self._decode(run, model, mesh, going, number).parts)
+            replied = sum(turn < row.num_replies for row in rows)
+            waiting += episodes.seconds(replied, processes)
+        return Cost({**parts, REPLIES: waiting})
 
     def _decode(self, run: Run, model: PlacedModel, mesh: Mesh, pieces: list[Segment], number: int) -> Cost:
         """Return the cost of ``pieces``: passes over prompts, and over texts so far if the weights are new, then
@@ -140,7 +158,7 @@ class RoundPricer:
     def _maker(self) -> CallMaker:
         """Maker of calls, for rows in one block; samples that are trained apart have a copy of their prompt each."""
         maker, batch = self.pricer.maker, replace(self.pricer.maker.batch, num_blocks=1)
-        if not Segments.of(self.pricer.plan).are_joined:
+        if not Segments.of(self.pricer.plan, self.pricer.lengths).are_joined:
             batch = replace(batch, num_prompts=batch.num_rows, samples_per_prompt=1, segments=1)
         return replace(maker, batch=batch)
 
@@ -188,7 +206,7 @@ def _of(rows: Mapping[Prompt, list[Row]], parts: Iterable[Sequence[Prompt]]) -> 
 
 def rounds_of(plan: Plan, lengths: TextLengths, number: int) -> list[Round]:
     """Return the rows of the first ``number`` rounds of ``plan``."""
-    return make_rounds(batch_lengths(plan, lengths, number), plan.batch.samples_per_prompt, Segments.of(plan))
+    return make_rounds(batch_lengths(plan, lengths, number), plan.batch.samples_per_prompt, Segments.of(plan, lengths))
 
 
 def price_of(pricer: Pricer) -> Callable[[Instruction], Cost]:

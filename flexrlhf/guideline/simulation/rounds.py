@@ -12,20 +12,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from flexrlhf.api import Plan
+from flexrlhf.guideline.simulation.inputs import TextLengths
 
 
 class Segment(NamedTuple):
     """Tokens of one response that a round generates; the response had ``start`` tokens before."""
 
-    start: int
-    tokens: int
+    start: float
+    tokens: float
 
 
 class EndedRow(NamedTuple):
     """Response that a round trains on; ``waited``: rounds since the generation of a token, summed over its tokens."""
 
     tokens: int
-    waited: int
+    waited: float
 
 
 Prompt = int
@@ -48,7 +49,7 @@ class Round:
         """Number of responses that are trained."""
         return sum(map(len, self.trained.values()))
 
-    def staleness(self) -> tuple[int, int]:
+    def staleness(self) -> tuple[float, int]:
         """Return rounds between generation and the end of the batch, summed over trained tokens; and their number."""
         rows = [row for rows in self.trained.values() for row in rows]
         return sum(row.waited for row in rows), sum(row.tokens for row in rows)
@@ -68,10 +69,12 @@ class Segments:
     are_joined: bool = True
 
     @classmethod
-    def of(cls, plan: Plan) -> Self:
-        """Return the segments of ``plan``."""
+    def of(cls, plan: Plan, lengths: TextLengths) -> Self:
+        """Return the segments of ``plan``, in tokens of responses of ``lengths``, those of replies included."""
         rollout, most = plan.spec.rollout, plan.batch.segments
-        return cls(rollout.segment_tokens, most, most == 1 or rollout.groups == "wait")
+        tokens, sampled = rollout.segment_tokens, 1 - lengths.replies / lengths.mean_response
+        whole = None if tokens is None else round(tokens / sampled)
+        return cls(whole, most, most == 1 or rollout.groups == "wait")
 
     def pieces(self, length: int) -> Iterator[Segment]:
         """Yield what a row of ``length`` tokens generates in each round."""
@@ -91,7 +94,7 @@ def make_rounds(batches: Iterable[Sequence[int]], samples: int, segments: Segmen
     rounds = [Round() for _ in lengths]
     for batch, rows in enumerate(lengths):
         for first in range(0, len(rows), samples):
-            prompt, ended = first // samples, list[tuple[int, int]]()
+            prompt, ended = first // samples, list[tuple[int, float]]()
             for length in rows[first : first + samples]:
                 pieces = list(segments.pieces(length))
                 for later, piece in zip(rounds[batch:], pieces, strict=False):

@@ -17,18 +17,11 @@ from pathlib import Path
 from flexrlhf.api import CallKind, Instruction, ModelName, Move, NodeBytes, Plan, Run, Span, Trace, UserError
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel
 from flexrlhf.guideline.costs.profiles import StepPart
-from flexrlhf.guideline.simulation.episode_prices import REPLIES
 from flexrlhf.guideline.simulation.inputs import TextLengths, costs_for, longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.round_prices import price_of
 from flexrlhf.guideline.simulation.timed_instructions import PricedInstruction, blocks_of, timed_instructions
-from flexrlhf.guideline.simulation.walk import (
-    TimedInstruction,
-    Visit,
-    WalkResult,
-    steady_seconds,
-    walk_steps,
-)
+from flexrlhf.guideline.simulation.walk import TimedInstruction, Visit, WalkResult, steady_seconds, walk_steps
 
 PARTS: Mapping[CallKind, StepPart] = {"generate": "generation", "train": "training", "forward": "other calls"}
 """Part of a step that calls of each kind are in."""
@@ -73,11 +66,6 @@ class Simulation:
     exposed: float = 0.0
 
     @property
-    def num_walked(self) -> int:
-        """Blocks of the walk: environments are further ones, each of which replies to one turn after the other."""
-        return max((block + 1 for each in self.instructions for block in each.blocks), default=0)
-
-    @property
     def samples_per_second(self) -> float:
         return self.plan.batch.num_taken / self.seconds if self.seconds else 0.0
 
@@ -100,7 +88,7 @@ class Simulation:
         for item, timed in zip(self.priced, self.instructions, strict=True):
             is_background = item.instruction.proceeds_in_background or timed.copies
             if rank in item.instruction.ranks and not item.is_rare and not is_background:
-                busy[isinstance(item.instruction, Run)] += item.cost.seconds / item.every
+                busy[isinstance(item.instruction, Run)] += item.computing / item.every
         period = self.seconds or 1.0
         return TimeShares(busy[True] / period, busy[False] / period)
 
@@ -113,7 +101,7 @@ class Simulation:
             if isinstance(run, Run) and run.operator.call is not None:
                 for ranks in self.blocks:
                     if ranks[0] in run.ranks:
-                        by_rank[PARTS[run.operator.call]][ranks[0]] += item.cost.seconds / item.every
+                        by_rank[PARTS[run.operator.call]][ranks[0]] += item.computing / item.every
         return {part: max(seconds.values()) for part, seconds in by_rank.items() if seconds}
 
     @cached_property
@@ -122,7 +110,7 @@ class Simulation:
         shares = {model.name: 0.0 for model in self.plan.placement.models}
         for item in self.regular:
             if isinstance(item.instruction, Run):
-                shares[item.instruction.model] += item.cost.seconds / item.every / (self.seconds or 1.0)
+                shares[item.instruction.model] += item.computing / item.every / (self.seconds or 1.0)
         return shares
 
     @property
@@ -154,22 +142,26 @@ class Simulation:
             item = self.priced[index]
             return (with_rare or not item.is_rare) and item.instruction.due(step, steps)
 
-        return walk_steps(self.instructions, self.num_walked, steps, due)
+        return walk_steps(self.instructions, len(self.blocks), steps, due)
 
     def spans(self, steps: int, ranks: Collection[int] | None = None) -> Iterator[Span]:
         """Yield the timeline of such a run on all ranks, or on given ``ranks``, as the trainer records it."""
         sent = {index: _sent(self.plan, item.instruction) for index, item in enumerate(self.priced)}
         for visit in self.walked(steps).visits:
             instruction = self.priced[visit.index].instruction
-            for rank in self.blocks[visit.block] if visit.block < len(self.blocks) else ():
+            for rank in self.blocks[visit.block]:
                 if ranks is not None and rank not in ranks:
                     continue
                 yield _span(instruction, visit, rank, sent[visit.index].get(rank, 0))
 
-    @property
+    @cached_property
     def reply_seconds(self) -> float:
-        """Time of all replies in a step, one turn after the other, in which ranks wait for them."""
-        return sum(item.cost.parts.get(REPLIES, 0.0) / item.every for item in self.regular)
+        """Longest time of a step in which a rank waits for replies of environments."""
+        waits: dict[int, float] = defaultdict(float)
+        for item, timed in zip(self.priced, self.instructions, strict=True):
+            for block in timed.blocks if not item.is_rare else ():
+                waits[block] += item.awaiting / item.every
+        return max(waits.values(), default=0.0)
 
 
 def simulate(
@@ -195,14 +187,12 @@ def simulate(
     timed = tuple(timed_instructions(pricer, priced, blocks))
     regular = [item for item in priced if not item.is_rare]
     settled = timed_instructions(pricer, regular, blocks)
-    # one more block if there are environments
-    num_blocks = max((block + 1 for each in settled for block in each.blocks), default=0)
-    seconds = steady_seconds(settled, num_blocks)
+    seconds = steady_seconds(settled, len(blocks))
     copying = [
-        sum(each.seconds for each in settled if each.copies and block in each.blocks) for block in range(num_blocks)
+        sum(each.seconds for each in settled if each.copies and block in each.blocks) for block in range(len(blocks))
     ]
     free = [replace(each, seconds=0.0) if each.copies else each for each in settled]
-    exposed = seconds - steady_seconds(free, num_blocks) if any(copying) else 0.0
+    exposed = seconds - steady_seconds(free, len(blocks)) if any(copying) else 0.0
     computed = _computed(pricer, (item.instruction for item in regular))
     return Simulation(plan, lengths, priced, blocks, timed, seconds, computed, max(copying, default=0.0), exposed)
 

@@ -10,6 +10,7 @@ from typing import Literal
 from flexrlhf.api import Instruction, ModelName, Move, Placement, Run, Sync
 from flexrlhf.guideline.costs.cost_model import Cost
 from flexrlhf.guideline.simulation.column_writers import ColumnWriters
+from flexrlhf.guideline.simulation.episode_prices import REPLIES
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.walk import TimedInstruction
 
@@ -31,6 +32,16 @@ class PricedInstruction:
     @property
     def every(self) -> int:
         return self.instruction.period
+
+    @property
+    def awaiting(self) -> float:
+        """Time in which it waits for replies of environments, in seconds."""
+        return self.cost.parts.get(REPLIES, 0.0)
+
+    @property
+    def computing(self) -> float:
+        """Rest of its time."""
+        return self.cost.seconds - self.awaiting
 
 
 def blocks_of(instructions: Sequence[Instruction], num_ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -55,9 +66,9 @@ def timed_instructions(
     background = (item.instruction for item in priced if item.instruction.proceeds_in_background)
     copies = list(dict.fromkeys(name for each in background for name in each.fills))
     timed = [_timed(pricer, item, block_of, writers, copies) for item in priced]
-    if pricer.has_copy_streams:
-        timed = [*_with_copies(timed, [item.instruction for item in priced], pricer.plan.placement)]
-    return timed
+    if not pricer.has_copy_streams:
+        return timed
+    return [*_with_copies(timed, [item.instruction for item in priced], pricer.plan.placement)]
 
 
 def _with_copies(

@@ -142,7 +142,7 @@ def _work(simulation: Simulation) -> dict[StepPart, PartWork]:
         if isinstance(run, Run) and run.operator.call is not None:
             part, peak = PARTS[run.operator.call], peaks[run.model]
             flops[part] += _run_flops(plan, run, simulation.lengths) / item.every
-            most[part] += math.nan if peak is None else peak * item.cost.seconds / item.every
+            most[part] += math.nan if peak is None else peak * item.computing / item.every
     return {part: PartWork(flops[part], None if math.isnan(most[part]) else most[part]) for part in flops}
 
 

@@ -94,7 +94,7 @@ class RoundTimes:
         lag = spec.schedule.lag
         steps = measured.stop + lag
         walk = walk_steps(
-            self.simulation.instructions, self.simulation.num_walked, steps, self._due(steps), self.seconds
+            self.simulation.instructions, len(self.simulation.blocks), steps, self._due(steps), self.seconds
         )
         first, last = walk.ends[measured.start - 1], walk.ends[measured.stop - 1]
         busy = [0.0] * len(blocks)
@@ -204,7 +204,7 @@ class Variants:
         def seconds(index: int, step: int) -> float:
             item = priced[index]
             run = item.instruction
-            if not isinstance(run, Run) or run.operator.call is None or run.operator.has_replies:
+            if not isinstance(run, Run) or run.operator.call is None or (tokens is None and run.operator.has_replies):
                 return item.cost.seconds
             # plans differ by their lag, not by the time of a call
             key = (run.operator.name, plan.placement[run.model], run.mini_batches, run.attempt, tokens, step)

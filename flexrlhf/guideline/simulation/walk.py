@@ -68,7 +68,6 @@ class TimedInstruction:
     fills:     number of a copy whose weights it brings while its blocks go on; -1: of none
     uses:      copies by number, whose weights must have come before it begins
     sends:     blocks that send the weights that it brings, and wait for the end of the transfer before
-    calls:     blocks that have others execute it, and go on
     copies:    whether it copies a model out to host memory or back, while its blocks go on; empty: neither
     model:     number of that model
     needs:     models by number, which must be on the device before it begins
@@ -85,7 +84,6 @@ class TimedInstruction:
     fills: int = -1
     uses: tuple[int, ...] = ()
     sends: tuple[int, ...] = ()
-    calls: tuple[int, ...] = ()
     copies: Literal["", "out", "back"] = ""
     model: int = -1
     needs: tuple[int, ...] = ()
@@ -186,16 +184,13 @@ class _Clock:
 
     def _await_copies(self, instruction: TimedInstruction) -> None:
         """Let the blocks of an instruction wait for memory that models leave, and for the models that it needs."""
-        for block in (*instruction.blocks, *instruction.calls) if self.copiers else ():
+        for block in instruction.blocks if self.copiers else ():
             arrivals = (self.moved.get((block, "back", model), 0.0) for model in instruction.needs)
             self.free[block] = max(self.free[block], self.left.get(block, 0.0), *arrivals)
 
     def _jointly(self, index: int, instruction: TimedInstruction, step: int) -> float:
         ready = self._ready(instruction, step)
-        start = max(ready, *(self.free[block] for block in (*instruction.blocks, *instruction.calls)))
-        for block in instruction.calls:
-            now = self.free[block]
-            self.visits.append(Visit(index, step, block, now, now, now, now))
+        start = max(ready, *(self.free[block] for block in instruction.blocks))
         end = start + self.seconds(index, step)
         self._store(instruction, start)
         for block in instruction.blocks:
