@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Loss,
         MemoryUsage,
         Moments,
+        RowSource,
         Sampling,
         StateTensor,
         Totals,

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import run_ranks
+from scripted_rows import ScriptedRows, random_delays
 from small_models import in_segments, peak_bytes
 from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
@@ -55,7 +56,7 @@ from vllm_models import (  # noqa: E402
 
 from flexrlhf.config.model_settings import LoraSpec  # noqa: E402
 from flexrlhf.config.spec import SyncSpec  # noqa: E402
-from flexrlhf.engines.base import Batch, Sampling  # noqa: E402
+from flexrlhf.engines.base import Batch, Engine, Sampling  # noqa: E402
 from flexrlhf.engines.host_offload import storage_bytes  # noqa: E402
 from flexrlhf.engines.models import load_model  # noqa: E402
 from flexrlhf.engines.sampling import gumbel_noise  # noqa: E402
@@ -329,6 +330,55 @@ def test_segments_are_the_response_that_is_generated_whole(engine: VllmEngine, c
         assert same(in_segments(engine.generate, batch, how, tokens, RESPONSE), whole), tokens
 
 
+# --- rows that go on inside one call
+
+
+def turns(rows: Batch, how: Sampling, seed: int, longest: int = 20) -> ScriptedRows:
+    """Rows with up to 4 turns of 1 to 4 tokens, and replies after up to ``longest`` questions."""
+    return ScriptedRows(rows, how, RESPONSE, 4, random_delays(seed, longest), lambda row, turn: 1 + (row + turn) % 4)
+
+
+def advanced(engine: VllmEngine, rows: ScriptedRows, how: Sampling) -> Columns:
+    before = engine.num_requests
+    engine.advance(rows, how)
+    assert not rows.out and engine.num_requests - before == sum(rows.batches)
+    return rows.columns()
+
+
+def assert_same_turns(one: Columns, other: Columns) -> None:
+    assert all(torch.equal(one[name], other[name]) for name in ("tokens", "sampled"))
+    assert torch.allclose(one["logprobs"], other["logprobs"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"stop": ("a", "xy"), "decode": letters}], ids=["plain", "stop"])
+def test_rows_go_on_in_any_order_of_replies(engine: VllmEngine, changes: dict[str, Any]) -> None:
+    """As in rounds, in which each turn waits for the slowest reply."""
+    how, batch = sampling(**changes), prompts(6, samples_per_prompt=2)
+    expected = turns(batch, how, 0, longest=0)
+    Engine.advance(engine, expected, how)
+    for seed in range(3):
+        assert_same_turns(advanced(engine, turns(batch, how, seed), how), expected.columns())
+
+
+def test_other_rows_go_on_while_a_slow_one_is_decoded(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, step = [], engine._vllm.engine.step
+    monkeypatch.setattr(engine._vllm.engine, "step", lambda: steps.append(1) or step())
+    how, batch = sampling(eos_token_ids=()), prompts(6)
+    found = []
+
+    def slow(row: int, turn: int) -> int:
+        return RESPONSE - 1 if row == 2 and turn == 0 else 1
+
+    for advance in (VllmEngine.advance, Engine.advance):
+        rows = ScriptedRows(batch, how, RESPONSE, 4, lambda row, turn: 0, slow)
+        steps.clear()
+        advance(engine, rows, how)
+        found.append((len(steps), rows.columns()))
+    (one_by_one, columns), (in_rounds, expected) = found
+    assert_same_turns(columns, expected)
+    assert one_by_one < in_rounds == RESPONSE - 1 + 3
+
+
 # --- batches ahead
 
 
@@ -535,6 +585,12 @@ def test_a_child_generates_the_same(child: VllmEngine) -> None:
     check(child.generate(batch, stopped), batch, reference(load_model(placed(), SEED), batch, stopped))
 
 
+def test_rows_go_on_in_a_child(child: VllmEngine, engine: VllmEngine) -> None:
+    how, batch = sampling(), prompts(6)
+    expected = advanced(engine, turns(batch, how, 1), how)
+    assert_same_turns(advanced(child, turns(batch, how, 2), how), expected)
+
+
 def test_a_child_decodes_by_itself(child: VllmEngine) -> None:
     first, second = prompts(2), prompts(8, first=2)
     child.generate(first, sampling(), [second])
@@ -623,6 +679,26 @@ def test_a_child_that_does_not_respond_is_replaced(capfd: pytest.CaptureFixture[
     assert made.child_pid != first and not is_running(first)
     sentence = f"actor.rollout: the vLLM process {first} has not responded for {seconds / 4:g} s; restart 1 of 1"
     assert sentence in capfd.readouterr().err
+    made.close()
+
+
+@pytest.mark.full
+def test_rows_that_a_killed_child_had_go_on_in_the_next_one(engine: VllmEngine) -> None:
+    """The ones that were received are not generated again."""
+    how, batch = sampling(), prompts(8, samples_per_prompt=2)
+    made, rows = VllmEngine(engine_context(placed(process="child", max_restarts=1))), turns(batch, how, 1)
+    due, first = rows.due, made.child_pid
+    assert first is not None
+
+    def due_after_a_kill(wait: bool) -> Batch | None:
+        if rows.out and sum(rows.batches) > len(batch) and made.child_pid == first:
+            os.kill(first, signal.SIGKILL)
+        return due(wait)
+
+    rows.due = due_after_a_kill
+    found = advanced(made, rows, how)
+    assert made.num_restarts == 1 and made.child_pid != first
+    assert_same_turns(found, advanced(engine, turns(batch, how, 2), how))
     made.close()
 
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from flexrlhf.api import Column
-from flexrlhf.api.engine import Batch, Engine, EngineContext, Loss, MemoryUsage, Moments, Sampling, TrainingState
+from flexrlhf.api.engine import (
+    Batch,
+    Engine,
+    EngineContext,
+    Loss,
+    MemoryUsage,
+    Moments,
+    RowSource,
+    Sampling,
+    TrainingState,
+)
 from flexrlhf.engines.vllm.instance import VllmInstance
 from flexrlhf.engines.vllm.requests import (
     PartialResponse,
@@ -20,6 +31,9 @@ from flexrlhf.engines.vllm.requests import (
     sampling_params,
 )
 from flexrlhf.engines.vllm.restarts import Restarts, RolloutProcessError
+
+_STEPS_BETWEEN_LOOKS = 8
+"""Tokens after which further rows are requested, as entering and leaving vLLM's globals takes about a millisecond."""
 
 
 class VllmEngine(Engine):
@@ -56,10 +70,7 @@ class VllmEngine(Engine):
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         self._restarts.begin(sampling.step)
-        for each in (batch, *ahead):
-            for key, request in new_requests(each, sampling, self._lengths, self._responses).items():
-                self._responses[key] = self._due[key] = PartialResponse(request, sampling)
-        keys = request_keys(batch, sampling)
+        keys, *_ = [self._add(each, sampling) for each in (batch, *ahead)]
         while True:
             try:
                 self._decode(keys)
@@ -67,16 +78,66 @@ class VllmEngine(Engine):
             except RolloutProcessError as error:
                 self._replace_child(error)
 
-    def _decode(self, keys: Sequence[RequestKey]) -> None:
-        """Request the responses that are due, and generate until the ones of ``keys`` are done."""
-        with self._vllm.calling():
-            self._vllm.sleep_mode.wake_cache()
+    def advance(self, source: RowSource, sampling: Sampling) -> None:
+        if len(self._context.ranks.replica.ranks) > 1:
+            # all of its ranks add the same requests before the same token
+            super().advance(source, sampling)
+            return
+        self._restarts.begin(sampling.step)
+        out: list[tuple[Batch, dict[RequestKey, int]]] = []
+        goes_on = True
+        while goes_on or out:
+            batch = source.due(wait=not out) if goes_on else None
+            goes_on = batch is not None
+            if batch is not None and len(batch):
+                out.append((batch, {key: place for place, key in enumerate(self._add(batch, sampling))}))
+            if not out:
+                continue
+            try:
+                self._decode([key for _, places in out for key in places], _STEPS_BETWEEN_LOOKS)
+            except RolloutProcessError as error:
+                # others are not received yet, and are requested again
+                self._requested = {key: each for key, each in self._requested.items() if not each.done}
+                self._replace_child(error)
+            for batch, places in out:
+                self._return_done(batch, places, source, sampling)
+            out = [(batch, places) for batch, places in out if places]
+
+    def _return_done(self, batch: Batch, places: dict[RequestKey, int], source: RowSource, sampling: Sampling) -> None:
+        """Return the rows of ``batch`` at ``places`` whose responses are done to ``source``."""
+        done = [key for key in places if self._responses[key].done]
+        if not done:
+            return
+        rows = batch.select(torch.tensor([places.pop(key) for key in done], device=batch.rows.device))
+        for key in done:
+            # the row may come again
+            self._requested.pop(key, None)
+        responses = [self._responses.pop(key) for key in done]
+        source.receive(rows, response_columns(rows, responses, sampling, self._lengths))
+
+    def _add(self, batch: Batch, sampling: Sampling) -> list[RequestKey]:
+        """Make the responses of ``batch`` due that are not requested yet; return the keys of its rows."""
+        for key, request in new_requests(batch, sampling, self._lengths, self._responses).items():
+            self._responses[key] = self._due[key] = PartialResponse(request, sampling)
+        return request_keys(batch, sampling)
+
+    def _decode(self, keys: Sequence[RequestKey], steps: int | None = None) -> None:
+        """Request the responses that are due, and generate until the ones of ``keys`` are done.
+
+        steps:  tokens of each request at most, after which it returns, or when one of ``keys`` is done.
+        """
+        if not self._vllm.sleep_mode.has_cache:
+            with self._vllm.calling():
+                self._vllm.sleep_mode.wake_cache()
         if self._has_stale_cache:
             self._reset_prefix_cache()
         with self._vllm.calling():
             if self._due:
                 self._request()
-            while not all(self._responses[key].done for key in keys):
+            has_ended = all if steps is None else any
+            for _ in count() if steps is None else range(steps):
+                if has_ended(self._responses[key].done for key in keys):
+                    return
                 self._step()
 
     def _request(self) -> None:
