@@ -16,7 +16,7 @@ from flexrlhf.config.algorithms.reinforce import ReinforceSpec, ReturnsSpec
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.context import Columns, CombineContext, Reducer
-from flexrlhf.objectives.group_advantages import centre_in_groups
+from flexrlhf.objectives.group_advantages import centre_in_groups, ended_scores
 from flexrlhf.objectives.kl_penalty import kl_penalty
 from flexrlhf.objectives.reward_shaping import (
     finite_scores,
@@ -156,10 +156,12 @@ def reinforce_advantages(spec: ReinforceSpec, batch: Batch, context: CombineCont
     rewards, baseline = shaped.rewards, torch.zeros_like(shaped.scores)
     if spec.baseline == "group":
         rewards, scores = on_last_token(shaped.scores, shaped.mask), shaped.scores.double()
-        baseline = scores - centre_in_groups(scores, shaped.counts, batch.samples_per_prompt, "mean")[0]
+        samples, earlier = batch.samples_per_prompt, context.earlier
+        baseline = scores - centre_in_groups(scores, shaped.counts, samples, "mean", earlier)[0]
     penalty, kl = kl_penalty(spec, batch, shaped.mask, context.state)
     columns, statistics = returns_over_baseline(spec, rewards - penalty, baseline, shaped.mask, context)
-    return {**columns, "outcome": shaped.outcomes}, {**shaped.statistics, **kl, **statistics}
+    columns |= {"outcome": shaped.outcomes, **ended_scores(shaped.scores, shaped.counts, context)}
+    return columns, {**shaped.statistics, **kl, **statistics}
 
 
 def remax_advantages(spec: ReturnsSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:

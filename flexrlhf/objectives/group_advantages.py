@@ -63,9 +63,14 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
     advantages = advantages.float()
     statistics["advantage"] = moments(advantages, mask)
     columns = {"loss_mask": mask, "advantages": advantages, "outcome": outcomes}
-    if context.earlier is not None:
-        columns[Column.GROUP_SCORES] = totals.float().masked_fill(~shaped.counts, torch.nan)
-    return columns, statistics
+    return columns | ended_scores(totals, shaped.counts, context), statistics
+
+
+def ended_scores(scores: Tensor, counts: Tensor, context: CombineContext) -> Columns:
+    """Return the column of ``scores`` (n,), of the rows that count, for responses of their groups that end later."""
+    if context.earlier is None:
+        return {}
+    return {Column.GROUP_SCORES: scores.float().masked_fill(~counts, torch.nan)}
 
 
 class _Compared(NamedTuple):
@@ -80,16 +85,14 @@ def _compare(
     spec: GroupSpec, scores: Tensor, shaped: ShapedRewards, samples: int, earlier: EarlierScores | None
 ) -> _Compared:
     """Compare ``scores`` (n,) in groups, which ``earlier`` completes where they are not whole."""
+    centred, deviation = centre_in_groups(scores, shaped.counts, samples, spec.baseline, earlier)
     if earlier is None:
-        centred, deviation = centre_in_groups(scores, shaped.counts, samples, spec.baseline)
         # by raw scores: a penalty, also one for length, would make responses differ that score alike
         alike = _score_alike(shaped.raw_scores.view(-1, samples), shaped.counts.view(-1, samples))
         return _Compared(centred, deviation, alike.expand(-1, samples).reshape(-1))
     known = earlier.completed(scores, shaped.counts)
-    counts, filled = ~known.isnan(), known.nan_to_num()
-    centred, deviation = centre_in_groups(filled.flatten(), counts.flatten(), known.shape[1], spec.baseline)
-    alike = _score_alike(filled, counts).expand_as(known).flatten()
-    return _Compared(centred[earlier.places], deviation[earlier.places], alike[earlier.places])
+    alike = _score_alike(known.nan_to_num(), ~known.isnan()).expand_as(known).flatten()
+    return _Compared(centred, deviation, alike[earlier.places])
 
 
 def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
@@ -114,7 +117,9 @@ def _taken(batch: Batch, selected: Tensor) -> Moments:
     return {"taken_length": moments(batch["response_mask"].float().sum(1), selected)}
 
 
-def centre_in_groups(scores: Tensor, counts: Tensor, samples: int, baseline: str) -> tuple[Tensor, Tensor]:
+def centre_in_groups(
+    scores: Tensor, counts: Tensor, samples: int, baseline: str, earlier: EarlierScores | None = None
+) -> tuple[Tensor, Tensor]:
     """Return ``scores`` (n,) less the baseline of their group, and the group's deviation (n,), Bessel's correction.
 
     Both are float64: in float32 the mean of equal large scores has an error of its own, which a division by a deviation
@@ -124,7 +129,13 @@ def centre_in_groups(scores: Tensor, counts: Tensor, samples: int, baseline: str
     counts:   bool (n,), responses that count.
     samples:  responses of a group.
     baseline: "mean" of the group, or mean of the "others" (leave one out).
+    earlier:  scores that complete the groups where they are not whole.
     """
+    if earlier is not None:
+        known = earlier.completed(scores, counts)
+        filled = known.nan_to_num().flatten(), ~known.isnan().flatten()
+        centred, deviation = centre_in_groups(*filled, known.shape[1], baseline)
+        return centred[earlier.places], deviation[earlier.places]
     grouped, weights = scores.double().view(-1, samples), counts.double().view(-1, samples)
     number = weights.sum(1, keepdim=True)
     centred = (grouped - (grouped * weights).sum(1, keepdim=True) / number.clamp(min=1)) * weights

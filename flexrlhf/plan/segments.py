@@ -19,8 +19,6 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column, plain
 from flexrlhf.operators.graph import GENERATE, WHOLE_RESPONSES, Graph, Operator, is_own
 
-GROUPED = "group_advantages"
-"""Combine that compares the responses of a group, also with the ones of earlier steps."""
 _RECOMPUTED = ("attention_mask",)
 """Columns of a generate without replies that follow from the carried ones."""
 
@@ -33,18 +31,17 @@ def with_segments(graph: Graph, spec: Spec) -> Graph:
     _check(graph, spec)
     if spec.num_segments == 1:
         return graph
-    is_by_row = spec.rollout.groups == "as-ended"
     several = [_carrying(operator) for operator in graph.operators if operator.kind == "generate"]
     if len(several) > 1:
-        others = (_reading(each, is_by_row) for each in graph.operators if each.kind != "generate")
+        others = (_reading(each, spec) for each in graph.operators if each.kind != "generate")
         return replace(graph, operators=(*several, _joining(several), *others))
-    return replace(graph, operators=tuple(_segmented(operator, is_by_row) for operator in graph.operators))
+    return replace(graph, operators=tuple(_segmented(operator, spec) for operator in graph.operators))
 
 
-def _segmented(operator: Operator, is_by_row: bool) -> Operator:
+def _segmented(operator: Operator, spec: Spec) -> Operator:
     if operator.kind == "generate":
         return _carrying(replace(operator, writes=(*operator.writes, Column.PRESENT)))
-    return _reading(operator, is_by_row)
+    return _reading(operator, spec)
 
 
 def _carrying(operator: Operator) -> Operator:
@@ -61,10 +58,14 @@ def _joining(generates: Sequence[Operator]) -> Operator:
     return Operator("whole", "combine", role, tuple(read), (Column.PRESENT,), function=WHOLE_RESPONSES)
 
 
-def _reading(operator: Operator, is_by_row: bool) -> Operator:
+def _reading(operator: Operator, spec: Spec) -> Operator:
     """Return an operator that computes for the rows that the step trains on."""
+    is_by_row, algorithm = spec.rollout.groups == "as-ended", spec.algorithm
     operator = replace(operator, reads=(*operator.reads, Column.PRESENT), is_by_row=is_by_row)
-    if is_by_row and operator.function == GROUPED:
+    has_baseline = isinstance(algorithm, ReinforceSpec) and algorithm.baseline == "group"
+    # these compare the responses of a group, also with the ones of earlier steps
+    grouped = ("group_advantages", *(["reinforce_advantages"] if has_baseline else []))
+    if is_by_row and operator.function in grouped:
         return replace(operator, writes=(*operator.writes, Column.GROUP_SCORES), carries=(Column.GROUP_SCORES,))
     return operator
 
@@ -95,14 +96,13 @@ def _needs_whole_groups(graph: Graph, spec: Spec) -> str:
     """Return why all responses to a prompt must be trained on together, in words; empty if they need not."""
     algorithm = spec.algorithm
     if isinstance(algorithm, SampledSpec) and algorithm.samples_per_prompt == 1:
-        return "samples_per_prompt is 1"
-    own = next((each.function for each in graph.operators if is_own(each.function)), None)
+        return ""
+    compared = (each for each in graph.operators if each.compares_responses or each.kind != "train")
+    own = next((each.function for each in compared if is_own(each.function)), None)
     if own is not None:
         return f"{own} may compare the responses to a prompt"
     if isinstance(algorithm, RaftSpec):
         return "raft trains on the best of all responses to a prompt"
-    if isinstance(algorithm, ReinforceSpec) and algorithm.baseline == "group":
-        return "baseline: group is the mean of all responses to a prompt"
     if isinstance(algorithm, GroupSpec) and algorithm.supervision == "process":
         return "supervision: process compares the steps of all responses to a prompt"
     if isinstance(algorithm, GroupSpec) and algorithm.dynamic_sampling is not None:

@@ -302,6 +302,13 @@ ALGORITHMS: dict[str, Raw] = {
     "reinforce-group": _of(
         "reinforce++", baseline="group", samples_per_prompt=4, prompts_per_step=4, kl=_loss_kl("k2", 0.3)
     ),
+    "reinforce-as-ended": _of(
+        "reinforce++",
+        {**_scored(LENGTH), "rollout": {"segment_tokens": 2, "groups": "as-ended"}, "steps": 6},
+        baseline="group",
+        samples_per_prompt=4,
+        prompts_per_step=4,
+    ),
     "reinforce-plain": _of("reinforce++", _scored(BY_TOKEN), whiten="none", gamma=0.9, num_mini_batches=4),
     "reinforce-counted": _of(
         "reinforce++", _scored(COUNTED, BY_TOKEN), baseline="group", samples_per_prompt=3, prompts_per_step=3

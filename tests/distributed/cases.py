@@ -794,6 +794,7 @@ DEFAULT = [
     Case("grpo-masked", "lag", 2),
     Case("fresh", "lag-every-3", 2),
     Case("reinforce", "co-located", 2),
+    Case("reinforce-as-ended", "halves", 2),
     Case("remax", "tight", 2),
     Case("remax", "lag-chunks", 2),
     Case("remax-segments", "lag-4-every-2", 2),
@@ -1081,7 +1082,9 @@ class Assets:
         name = "wide-actor" if case.has_vllm and role == "actor" else role
         if role == "actor" and algorithm_of(case.setting) == "ac-share":
             name = f"{name}-with-values"
-        if role == "actor" and (case.setting in ("ends", "grpo-as-ended") or "segments" in case.setting):
+        if role == "actor" and (
+            case.setting == "ends" or any(word in case.setting for word in ("as-ended", "segments"))
+        ):
             name = f"{name}-with-ends"
         if role == "actor" and case.setting == "shared":
             name = f"{name}-adapters"

@@ -228,11 +228,15 @@ def baselines_of(spec: ReturnsSpec, responses: list[Response]) -> list[float]:
         # Li et al. 2023, eq. 5
         return [response.greedy.shaped for response in responses if response.greedy is not None]
     if isinstance(spec, ReinforceSpec) and spec.baseline == "group":
-        means = []
-        for group in groups_of(responses, spec.samples_per_prompt):
-            scores = [response.shaped for response in group if response.counts]
-            means += [sum(scores) / max(len(scores), 1)] * len(group)
-        return means
+        for response in responses:
+            response.total = response.shaped if response.counts else None
+        groups = groups_of(responses, spec.samples_per_prompt)
+        if any(response.siblings for response in responses):
+            # those that have ended by now
+            groups = [response.siblings for response in responses]
+        known = [[each.total for each in group if each.total is not None] for group in groups]
+        means = [sum(scores) / max(len(scores), 1) for scores in known]
+        return [mean for mean in means for _ in range(len(responses) // len(groups))]
     return [0.0] * len(responses)
 
 

@@ -152,6 +152,21 @@ def test_scores_of_a_function_need_no_role(tmp_path: Path) -> None:
     assert [plan.graph.roles for plan in plans] == [("actor", "ref", "reward_second")] * 2
 
 
+def test_responses_that_own_functions_may_compare_are_trained_on_together(tmp_path: Path) -> None:
+    """A combine may compare them, and so may a loss, unless its operator says otherwise."""
+    ended = "rollout={segment_tokens: 3, groups: as-ended}"
+    refusal = r"\.py:\w+ may compare the responses to a prompt; use wait"
+    with pytest.raises(UserError, match=refusal):
+        plan_with(EXAMPLE, ended)
+    losses = """
+    functions = {"combine": {"function": "group_advantages"}, "train": {"function": "make_graph", "compares": COMPARES}}
+    return replace(graph, operators=tuple(replace(each, **functions.get(each.kind, {})) for each in graph.operators))
+    """
+    with pytest.raises(UserError, match=refusal):
+        plan_with(written(tmp_path, losses.replace("COMPARES", "None")), ended)
+    assert plan_with(written(tmp_path, losses.replace("COMPARES", "False")), ended).batch.segments == 3
+
+
 @pytest.mark.parametrize(
     ("reference", "sentence"),
     [

@@ -16,6 +16,7 @@ from flexrlhf.strategies.instructions import Run
 from flexrlhf.trainer.prompt_attempts import LACKING, TAKEN, next_taken, replacing_positions
 
 GRPO = "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2}"
+BASELINE = "algorithm={name: reinforce++, prompts_per_step: 8, samples_per_prompt: 2, baseline: group}"
 REMAX = "algorithm={name: remax, prompts_per_step: 8}"
 SFT = ("algorithm={name: sft, prompts_per_step: 8}", "models={actor: {init: {model_type: llama}}}")
 THREE, ENDED = "rollout.segment_tokens=3", "rollout.groups=as-ended"
@@ -72,13 +73,20 @@ def test_generation_carries_its_columns_and_all_others_read_which_rows_are_prese
     assert cut.evaluation == whole.evaluation
 
 
-def test_responses_that_end_alone_are_compared_with_the_scores_of_their_group() -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "is_compared"),
+    [(GRPO, True), (BASELINE, True), (BASELINE.replace("group", "none"), False)],
+    ids=["grpo", "baseline", "no baseline"],
+)
+def test_responses_that_end_alone_are_compared_with_the_scores_of_their_group(
+    algorithm: str, is_compared: bool
+) -> None:
     """Of earlier steps; other operators compute for single rows."""
-    waiting, alone = (plan_of(None, 1, GRPO, THREE, *further).graph for further in ((), (ENDED,)))
+    waiting, alone = (plan_of(None, 1, algorithm, THREE, *further).graph for further in ((), (ENDED,)))
     assert [operator.name for operator in alone.operators] == [operator.name for operator in waiting.operators]
     for operator, before in zip(alone.operators, waiting.operators, strict=True):
         assert operator.is_by_row == (operator.kind != "generate") and not before.is_by_row
-        scores = (Column.GROUP_SCORES,) if operator.function == "group_advantages" else ()
+        scores = (Column.GROUP_SCORES,) if operator.name == "advantages" and is_compared else ()
         assert operator.writes == (*before.writes, *scores) and operator.carries == (*before.carries, *scores)
 
 
@@ -155,15 +163,6 @@ def test_each_group_that_is_left_out_is_replaced_by_the_next_prompt() -> None:
             "rollout.groups: as-ended trains on each response when it ends, and raft trains on the best of all "
             "responses to a prompt; use wait",
         ),
-        (
-            (
-                "algorithm={name: reinforce++, prompts_per_step: 8, samples_per_prompt: 2, baseline: group}",
-                THREE,
-                ENDED,
-            ),
-            "rollout.groups: as-ended trains on each response when it ends, and baseline: group is the mean of all "
-            "responses to a prompt; use wait",
-        ),
         ((ENDED,), "config: rollout: groups: as-ended goes with segments: give segment_tokens, or remove it"),
         (
             ("rollout.segment_tokens=9",),
@@ -173,10 +172,6 @@ def test_each_group_that_is_left_out_is_replaced_by_the_next_prompt() -> None:
             ("rollout={segment_tokens: 3, max_segments: 1}",),
             "rollout.max_segments: 1 would end each response after 3 tokens; use 2 or more, or "
             "data.max_response_tokens: 3 without segments",
-        ),
-        (
-            ("rollout={segment_tokens: 3, groups: as-ended}",),
-            "rollout.groups: as-ended trains on each response when it ends, and samples_per_prompt is 1; use wait",
         ),
         (
             ("algorithm.prompts_per_step=500000", THREE),
@@ -208,6 +203,8 @@ def test_what_the_refusals_name_works(overrides: tuple[str, ...]) -> None:
         (THREE, PTX, FROZEN),
         (GRPO, THREE, DYNAMIC, FROZEN),
         (REMAX, THREE),
+        (THREE, ENDED),
+        (BASELINE, THREE, ENDED),
         (GRPO, THREE, ENDED, PTX, "algorithm.truncation=mask-loss"),
     ],
 )
