@@ -42,7 +42,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
-from flexrlhf.strategies.instructions import Offload, Release, Reload, Run
+from flexrlhf.strategies.instructions import Offload, Release, Reload
 from flexrlhf.text import counted
 
 
@@ -65,7 +65,7 @@ class Session:
     ) -> None:
         """Plan the run of a YAML file; ranks start where the session is entered. Arguments: as of ``ExecutionEngine``.
 
-        Raises UserError for a plan that calls cannot follow: with a lag, environments, or models that move.
+        Raises UserError for a plan that calls cannot follow: with dynamic sampling, environments, or models that move.
         """
         spec = load_spec(config_path, program_settings(overrides, devices), placement_ratio)
         if Hosts.under_torchrun():
@@ -78,15 +78,24 @@ class Session:
         self.directory = self.plan.spec.directory
         self._resume = None if resume is None else str(resume)
         self._ranks = SessionRanks()
-        self._next_step = 0
-        self._batch: CalledBatch | None = None
+        # first step whose batch is not taken yet, and batches of steps that have not ended
+        self._next_step, self._open = 0, list[CalledBatch]()
+        # calls that a checkpoint has of steps in flight, and these steps
+        self._kept: dict[int, list[OperatorCall]] = {}
+        self._in_flight: dict[int, CalledStep] = {}
         self._saves = False
         self._last: CalledBatch | None = None
         self._num_read = 0
 
     def __enter__(self) -> Self:
         """Start the ranks and load the models, once. Raises UserError and RankFailure."""
-        self._next_step = self._ranks.start(self.plan, self._resume)
+        self._next_step, calls = self._ranks.start(self.plan, self._resume)
+        before = None
+        for step, messages in sorted((int(step), messages) for step, messages in calls.items()):
+            before = self._in_flight[step] = self._new_step(before)
+            before.add_all(messages)
+            before.builder.lag = len(calls) - 1 - len(self._kept)
+            self._kept[step] = [OperatorCall.of(message) for message in messages]
         # where nothing leaves it, with the program
         weakref.finalize(self, self._ranks.end, raises=False)
         return self
@@ -99,14 +108,15 @@ class Session:
         A step in whose middle the program is does not count if it ends with an error, or if its trainings are not done.
         """
         try:
-            if error is None and self._batch is not None and self._batch.called.is_trained(self._batch.step):
+            while error is None and self._open and _is_trained(self._open[0]):
                 self.end_step()
         finally:
-            self._batch = None
+            self._open = []
             self._ranks.end(raises=error is None)
 
     def prompts(self, given: Iterable[Sequence[str | Row]] | None = None) -> Iterator[CalledBatch]:
-        """Yield the batches of the run, in order; a step ends where the next batch is taken.
+        """Yield the batches of the run, in order. A step ends where the next batch is taken if it is trained on, else
+        ``schedule.lag`` batches later.
 
         ``given``: prompts of each further step, as texts or as rows of the data set; None: those of the data set. A
         session ends with the last of them. Raises UserError for another number of prompts than
@@ -120,7 +130,9 @@ class Session:
         for step, rows in zip(steps, repeat(None) if given is None else map(_listed, given), strict=False):
             batch = self._begin(step, None if rows is None else self._written(step, rows))
             yield batch
-            if batch is self._batch:
+            while self._open and step == self._next_step - 1:
+                if self._open[0].step > step - self.plan.schedule.lag and not _is_trained(self._open[0]):
+                    break
                 self.end_step()
 
     def _begin(self, step: int, prompts: str | None) -> CalledBatch:
@@ -128,28 +140,35 @@ class Session:
         with self._ranks.call():
             self._end_left(step)
             with self._ranks.exchange():
-                self._ranks.send({"do": "begin", "examples": prompts})
-                self._batch = CalledBatch(self, step, self._new_step(), self.plan.batch.mini_batches)
-            return self._batch
+                self._ranks.send({"do": "begin", "step": step, "examples": prompts})
+                called = self._in_flight.pop(step, None)
+                if called is None:
+                    called = self._new_step(self._open[-1].called if self._open else None)
+                    for each in self._open:
+                        each.called.overtake()
+                self._open.append(CalledBatch(self, step, called, self.plan.batch.mini_batches))
+                self._next_step = step + 1
+            return self._open[-1]
 
     def _end_left(self, step: int) -> None:
-        """End the step that a loop has left, before the batch of ``step`` is taken.
+        """End the steps that a loop has left, before the batch of ``step`` is taken.
 
-        Raises UserError in the middle of its calls: an error may have left the loop.
+        Raises UserError in the middle of their calls: an error may have left the loop.
         """
-        left = self._batch
-        if left is not None and not left.called.is_trained(left.step):
+        while self._open and _is_trained(self._open[0]):
+            self._end()
+        left = self._open[0] if self._open else None
+        if left is not None and left.step < step - self.plan.schedule.lag:
             raise UserError(
                 f"session: a loop over prompts() has left step {left.step} before all of its trainings; count it as it "
                 f"is by end_step(), or leave the session and resume it"
             )
-        if left is not None:
-            self._end()
         if step != self._next_step:
             raise UserError(f"session: the batch of step {step} is not next, step {self._next_step} is; use one loop")
 
     def end_step(self) -> None:
-        """End the step as it is, without the next batch; rows that it was not trained on are counted.
+        """End the step as it is, without the next batch; rows that it was not trained on are counted. With batches of
+        several steps it is the first of them.
 
         Raises UserError for gradients without an optimizer step.
         """
@@ -157,11 +176,25 @@ class Session:
             self._end()
 
     def _end(self) -> None:
-        batch = self._batch_of("end_step")
+        batch = self._first("end_step")
         batch.called.check_ended()
         with self._ranks.exchange():
             self._ranks.send({"do": "end", "saves": self._saves})
-            self._batch, self._last, self._saves, self._next_step = None, batch, False, batch.step + 1
+            batch.called.end()
+            self._open.pop(0)
+            self._last, self._saves = batch, False
+            self._kept.pop(batch.step, None)
+
+    def _end_before(self, batch: CalledBatch, operator: str) -> None:
+        """End the steps before that of ``batch``, which is trained on: batches are, in order. Raises UserError for one
+        without its trainings."""
+        while (first := self._open[0]).called is not batch.called:
+            if not _is_trained(first):
+                raise UserError(
+                    f"session: {operator} on the batch of step {batch.step}, before all trainings of step "
+                    f"{first.step}; train on that, or count it as it is by end_step()"
+                )
+            self._end()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return the operator ``name`` as a function of a batch: it returns the batch, a training its metrics."""
@@ -215,14 +248,14 @@ class Session:
 
         Returns its metrics: the learning rate, the norm of the gradients. Raises UserError without gradients.
         """
-        return self._metrics(self._batch_of("optim_step"), operator, part="step")
+        return self._metrics(self._first("optim_step"), operator, part="step")
 
-    def _batch_of(self, call: str) -> CalledBatch:
-        """Return the batch of the step under way. Raises UserError without one."""
+    def _first(self, call: str) -> CalledBatch:
+        """Return the batch of the first step that has not ended. Raises UserError without one."""
         self._ranks.check_process()
-        if self._batch is None:
+        if not self._open:
             raise UserError(f"session: {call}() outside a step; call it in the loop over prompts()")
-        return self._batch
+        return self._open[0]
 
     def _metrics(self, batch: CalledBatch, operator: str, loss: str = "", part: TrainPart = "loss") -> Metrics:
         metrics = self._call(batch, operator, loss, part)
@@ -244,11 +277,17 @@ class Session:
             called = self._current(batch).called
             numbers = called.added_to(operator) if part == "step" else batch.parts
             call = OperatorCall(operator, numbers, loss or "", part, parts)
-            with self._ranks.exchange():
-                *_, run = (each for each in called.add(call) if isinstance(each, Run))
-                self._ranks.send({**call.message, "do": "call"})
-            number = called.num_calls - 1
-        return Metrics(self, batch, number) if run.operator.kind in ("train", *get_args(TrainPart)) else batch
+            kind = called.operator(call).kind
+            if kind in ("train", "backward", "step"):
+                self._end_before(batch, operator)
+            number = called.num_calls
+            if call in (kept := self._kept.get(batch.step, [])):
+                number = kept.index(call)
+            else:
+                with self._ranks.exchange():
+                    called.add(call)
+                    self._ranks.send({**call.message, "do": "call", "step": batch.step})
+        return Metrics(self, batch, number) if kind in ("train", *get_args(TrainPart)) else batch
 
     def _parts(self, operator: str, batch: CalledBatch, protocol: SplitPrompts) -> PromptParts:
         """Return the prompts of each replica in the mini-batches of ``batch``. Raises UserError as a planned one."""
@@ -260,7 +299,7 @@ class Session:
 
     def save(self) -> None:
         """Write a checkpoint at the end of this step, which ``Session(resume="auto")`` goes on from."""
-        self._batch_of("save")
+        self._first("save")
         self._saves = True
 
     @property
@@ -285,7 +324,7 @@ class Session:
             self._num_read += 1
             numbers = [batch.parts.start, batch.parts.stop]
             parts = self._ranks.request(
-                {"do": "column", "name": name, "number": self._num_read, "mini_batches": numbers}
+                {"do": "column", "step": batch.step, "name": name, "number": self._num_read, "mini_batches": numbers}
             )
         found: dict[int, Tensor] = {}
         for part in map(load, parts):
@@ -304,7 +343,7 @@ class Session:
                 raise UserError(
                     f"session: step {batch.step} has {counted(most, 'call')}, from 0, found {named(number)}"
                 )
-            (reply,) = self._ranks.request({"do": "statistics", "call": number})
+            (reply,) = self._ranks.request({"do": "statistics", "step": batch.step, "call": number})
         found: dict[str, float] = json.loads(reply)
         return found
 
@@ -315,10 +354,10 @@ class Session:
             raise UserError(
                 f"session: prompts of step {step}: expected texts or rows of the data, found {named(wrong)}"
             )
-        if len(rows) != self.plan.batch.num_prompts:
+        if len(rows) != self.plan.batch.num_new:
             raise UserError(
                 f"session: {len(rows)} prompts for step {step}; algorithm.prompts_per_step is "
-                f"{self.plan.batch.num_prompts}, give as many"
+                f"{self.plan.batch.num_new}, give as many"
             )
         examples = self.plan.data.examples(f"prompts of step {step}", rows, self._tokenizer)
         path = self._ranks.directory / f"prompts-{step}.json"
@@ -329,9 +368,10 @@ class Session:
     def _tokenizer(self) -> Any:
         return self.plan.tokenizer.load()
 
-    def _new_step(self) -> CalledStep:
-        before = None if self._last is None else self._last.called
-        return CalledStep.begin(self.plan.graph, self.plan.placement, self.plan.batch, before)
+    def _new_step(self, before: CalledStep | None = None) -> CalledStep:
+        """Return a step without calls. ``before``: the open one before it; None: the last one has ended."""
+        ended = None if self._last is None else self._last.called
+        return CalledStep.begin(self.plan.graph, self.plan.placement, self.plan.batch, before or ended, ended)
 
     def _current(self, batch: CalledBatch) -> CalledBatch:
         """Return ``batch``. Raises UserError if it is none of the step under way."""
@@ -341,9 +381,13 @@ class Session:
             )
         if batch.session is not self:
             raise UserError("session: a batch of another session; take one of this session's prompts()")
-        if self._batch is None or batch.called is not self._batch.called:
+        if all(batch.called is not each.called for each in self._open):
             raise UserError(f"session: a batch of step {batch.step}, which has ended; read what you need before that")
         return batch
+
+
+def _is_trained(batch: CalledBatch) -> bool:
+    return batch.called.is_trained(batch.step)
 
 
 class _NoOperatorError(UserError, AttributeError):
@@ -361,9 +405,7 @@ def _check_callable(plan: Plan) -> None:
     spec, listed = plan.spec, plan.schedule.instructions
     moved = [each for each in listed if isinstance(each, Offload | Reload | Release)]
     for setting, is_set, instead in (
-        ("schedule.lag", plan.schedule.lag, "use 0"),
         ("algorithm.dynamic_sampling", plan.batch.attempts > 1, "remove it"),
-        ("rollout.segment_tokens", plan.batch.segments > 1, "remove it"),
         ("environment", spec.environment is not None, "remove it"),
         ("algorithm.loop", spec.algorithm.loop is not None, "remove it: the program is the loop"),
     ):

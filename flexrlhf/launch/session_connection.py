@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -27,6 +27,8 @@ LOOK_SECONDS = 0.2
 """Time between two looks whether ranks that start have failed."""
 END_SECONDS = 30.0
 """Time that the ranks have to end after a program that failed."""
+Calls = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Step in flight → messages of its calls."""
 _SENTENCES = (UserError, RankFailure, RunStopped, Interrupted, Preempted)
 """Errors that ranks end with, or that refuse a call before it is sent."""
 
@@ -46,8 +48,9 @@ class SessionRanks:
         self._lock = threading.RLock()
         self._is_called = self._is_cut = False
 
-    def start(self, plan: Plan, resume: str | None) -> int:
-        """Start the ranks of ``plan``; return the step that they begin with. Raises UserError and RankFailure."""
+    def start(self, plan: Plan, resume: str | None) -> tuple[int, Calls]:
+        """Start the ranks of ``plan``; return the step that they begin with, and the calls of steps in flight. Raises
+        UserError and RankFailure."""
         self.check_process()
         if self._launcher is not None or self._has_ended.is_set():
             raise UserError("session: it has been entered before; make another one")
@@ -60,7 +63,7 @@ class SessionRanks:
             self.end(raises=False)
             raise
 
-    def _start(self, order: RunOrder) -> int:
+    def _start(self, order: RunOrder) -> tuple[int, Calls]:
         self.directory: Path = self._stack.enter_context(process_directory())
         address, orders, self._outcome = (self.directory / name for name in ("program", "orders.json", "outcome.json"))
         orders.write_bytes(ORDERS.dump_json([replace(order, program=str(address))]))
@@ -81,8 +84,9 @@ class SessionRanks:
         self._channel.settimeout(None)
         # what another thread reads from is shut down, not closed
         self._program = self._stack.enter_context(Connection(os.dup(self._channel.fileno())))
-        (begin,) = self._received()
-        return int(json.loads(begin)["next_step"])
+        (reply,) = self._received()
+        begin = json.loads(reply)
+        return begin["next_step"], begin["calls"]
 
     def _launched(self, command: list[str]) -> subprocess.Popen[bytes]:
         """Start a process from a thread that stays: the kernel ends it with the thread that has started it.

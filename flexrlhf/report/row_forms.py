@@ -69,6 +69,7 @@ class _CallForm(TypedDict):
     loss: str
     part: TrainPart | Literal[""]
     parts: list[list[ByteCount]]
+    lag: NotRequired[ByteCount]
 
 
 class _CallsForm(_StepForm):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,7 @@ class Progress:
     reports:      step in flight → operator → its report, for the metrics and samples of that step
     rows:         outcome → rows that were taken from the data; empty: of an older version
     carried:      step → rows of the prompts that it took which are carried to the next step
+    calls:        step in flight → messages of the calls of a program that have written its columns
     """
 
     next_step: int
@@ -43,6 +44,7 @@ class Progress:
     rows: Mapping[str, int] = field(default_factory=dict)
     carried: Mapping[str, list[int]] = field(default_factory=dict)
     generated: int | None = None
+    calls: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
     def first_generated(self, spec: Spec) -> int:
         """Return the first step that is not generated yet. ``spec``: of the run that wrote the checkpoint."""

@@ -2,7 +2,8 @@
 of what it reads and the run itself, by the same builder as a schedule's.
 
 A program calls much the same in every step. So the columns that a call writes leave at once for the calls of the step
-before that read them, as in a schedule; other rows move when they are first read.
+before that read them, as in a schedule; for calls that were made behind the next batch they leave where that is taken.
+Other rows move when they are first read.
 """
 
 from __future__ import annotations
@@ -54,33 +55,64 @@ class OperatorCall:
 
 @dataclass
 class CalledStep:
-    """Calls of one step, in the order of the program.
+    """Calls of one step, in the order of the program. Its builder has as lag the number of newer batches.
 
-    expected:      readers of columns as they are written: the calls of the step before.
+    expected:      readers of columns as they are written: calls of the step before, as far as its batch was the newest.
+    later:         readers of columns once a newer batch is taken: calls of an earlier step behind that.
+    before:        the step before, whose rows calls go on with, until that ends.
     written:       column → the tasks that have written it, each in some mini-batches.
-    called:        tasks on planned ranks so far, in order.
+    called:        tasks on planned ranks so far, in order, and the number of newer batches.
     added:         role → the training and the mini-batches whose gradients await an optimizer step.
     updated:       training → the mini-batches with an optimizer step.
     instructions:  of the calls so far.
     num_calls:     number of these.
+    has_ended:     whether no call joins them.
     """
 
     graph: Graph
     builder: Builder
     expected: Sequence[OperatorTask] = ()
+    later: Sequence[OperatorTask] = ()
+    before: CalledStep | None = None
     written: dict[str, list[OperatorTask]] = field(default_factory=dict)
-    called: dict[OperatorTask, None] = field(default_factory=dict)
+    called: dict[OperatorTask, int] = field(default_factory=dict)
     added: dict[str, tuple[str, range]] = field(default_factory=dict)
     updated: dict[str, set[int]] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
     num_calls: int = 0
+    has_ended: bool = False
 
     @classmethod
     def begin(
-        cls, graph: Graph, placement: Placement, shape: BatchShape, before: CalledStep | None = None
+        cls,
+        graph: Graph,
+        placement: Placement,
+        shape: BatchShape,
+        before: CalledStep | None = None,
+        ended: CalledStep | None = None,
     ) -> CalledStep:
-        """Return a step without calls. ``before``: the step before it; None: the first of a session."""
-        return cls(graph, Builder(placement, shape), () if before is None else tuple(before.called))
+        """Return a step without calls.
+
+        before:  the step before it; None: the first of a session.
+        ended:   the last step that has ended; None: that one, or none.
+        """
+        expected = () if before is None else tuple(task for task, lag in before.called.items() if not lag)
+        ended = ended or before
+        later = () if ended is None else tuple(task for task, lag in ended.called.items() if lag)
+        return cls(graph, Builder(placement, shape), expected, later, before)
+
+    def overtake(self) -> list[Instruction]:
+        """Return the moves that are due where a newer batch is taken: to calls that are expected behind that."""
+        moves: list[Instruction] = []
+        if not self.builder.lag:
+            moves += self.builder.moves(dict.fromkeys(chain.from_iterable(self.written.values())), self.later)
+        self.builder.lag += 1
+        self.instructions += moves
+        return moves
+
+    def end(self) -> None:
+        """End the step: no later one goes on with its rows but as they are."""
+        self.has_ended, self.before = True, None
 
     def add(self, call: OperatorCall) -> list[Instruction]:
         """Return the instructions of a call: for each chunk of it moves to it, its run, and moves from it to calls that
@@ -127,8 +159,8 @@ class CalledStep:
         for name in operator.writes:
             self.written.setdefault(name, []).append(task)
         if not call.parts:
-            self.called[task] = None
-        return [*moves, run, *self.builder.moves([task], self.expected)]
+            self.called[task] = self.builder.lag
+        return [*moves, run, *self.builder.moves([task], self.later if self.builder.lag else self.expected)]
 
     def has(self, column: str, mini_batches: range) -> bool:
         """Whether ``column`` of all of ``mini_batches`` is of the data or written."""
@@ -148,6 +180,8 @@ class CalledStep:
             where = "this batch does" if len(lacking) == len(shape.mini_batches) else f"mini-batch {lacking[0]} does"
             first = "no operator of the graph writes it" if writer is None else f"call {writer.name} first"
             raise UserError(f"session: {operator.name} reads {missing[0]}, which {where} not have; {first}")
+        if operator.carries:
+            self._check_carried(operator, call)
         # a program decides which rows a training has
         if operator.barrier and operator.kind == "combine" and call.mini_batches != shape.mini_batches:
             raise UserError(
@@ -158,6 +192,31 @@ class CalledStep:
             name for name in operator.writes if len(self._lacking(name, call.mini_batches)) < len(call.mini_batches)
         ]:
             raise UserError(f"session: {operator.name} has written {again[0]} of this batch; use it")
+
+    def _check_carried(self, operator: Operator, call: OperatorCall) -> None:
+        """Raise UserError for a call whose rows are not where, or not as, the step before leaves them."""
+        if call.parts:
+            raise UserError(
+                f"session: {operator.name} goes on with rows of the step before, which stay on their ranks; call it "
+                f"without a protocol"
+            )
+        if self.before is None or self.before.has_ended:
+            return
+        if lacking := self.before._lacking(operator.writes[0], call.mini_batches):
+            raise UserError(
+                f"session: {operator.name} goes on with rows of the step before, for which it has not been called on "
+                f"mini-batch {lacking[0]}; call it there first, or end that step by end_step()"
+            )
+
+    def not_called(self, operator: Operator) -> list[int]:
+        """Return the mini-batches that ``operator``, which writes columns, has not been called on."""
+        return self._lacking(operator.writes[0], self.builder.shape.mini_batches)
+
+    def moves_to(self, operator: Operator) -> list[Instruction]:
+        """Return the moves of all rows of what ``operator`` reads, as far as it is written, to its ranks."""
+        task = OperatorTask(operator, 0, None, 0, called=self.builder.shape.mini_batches)
+        writers = chain.from_iterable(self.written.get(name, ()) for name in operator.reads)
+        return [*self.builder.moves(dict.fromkeys(writers), [task])]
 
     def added_to(self, operator: str) -> range:
         """Return the mini-batches whose gradients await an optimizer step. Raises UserError if there are none."""
@@ -276,9 +335,20 @@ class CalledStep:
         step: CalledStep | None = None
         for messages in steps:
             step = CalledStep.begin(graph, placement, shape, step)
-            for message in messages:
-                step.add(OperatorCall.of(message))
+            if step.before is not None:
+                step.before.end()
+            step.add_all(messages)
         return [] if step is None else step.instructions
+
+    def add_all(self, messages: Iterable[Mapping[str, Any]]) -> list[list[Instruction]]:
+        """Return the instructions of calls by their messages, each with the number of batches that were newer."""
+        made = []
+        for message in messages:
+            if self.builder.lag < (lag := message.get("lag", 0)):
+                self.overtake()
+                self.builder.lag = lag
+            made.append(self.add(OperatorCall.of(message)))
+        return made
 
 
 def _of_texts(operator: Operator) -> Operator:

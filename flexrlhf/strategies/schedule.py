@@ -139,8 +139,12 @@ class Schedule:
     def as_called(self, called: Sequence[Instruction], step: int) -> Schedule:
         """Return the schedule of a step as it was called, with what stands around the calls in ``instructions``."""
         steps = step + 2  # neither the last step nor the only one
-        opening, closing = (tuple(self.around_calls(step, steps, before)) for before in (True, False))
-        return Schedule((*opening, *called, *closing), 0)
+        lag = max((each.lag for each in called), default=0)
+        opening, closing = (
+            [replace(each, lag=min(each.lag, lag)) for each in self.around_calls(step, steps, before)]
+            for before in (True, False)
+        )
+        return Schedule((*opening, *called, *closing), lag)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
 
-CallMessage = dict[str, Any]
+CallMessage = Mapping[str, Any]
 """Fields of a call; ``do`` names its kind."""
 WAIT: CallMessage = {"do": "wait"}
 CLOSE: CallMessage = {"do": "close"}

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from safetensors.torch import save
 from torch import tensor
 
 from flexrlhf.data.examples import EXAMPLES
 from flexrlhf.metrics import METRICS, Triple
+from flexrlhf.operators.columns import Column
 from flexrlhf.placement.groups import Group
 from flexrlhf.runs.recorded_columns import RecordedColumns
-from flexrlhf.strategies.calls import CalledStep, OperatorCall
+from flexrlhf.strategies.calls import OperatorCall
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
 from flexrlhf.trainer.call_feed import CallFeed, CallMessage
 from flexrlhf.trainer.execution import Execution
+from flexrlhf.trainer.open_steps import CalledSteps
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import make_report
 from flexrlhf.trainer.trainer import Trainer
@@ -31,174 +33,197 @@ PART_BYTES = 4_000_000
 """Bytes of a column that one entry of the job's store has; it takes 8 MB."""
 
 
-class CalledSteps:
-    """Instructions of the steps so far, by which reports are found. Positions count along the whole session.
-
-    given:  steps whose prompts are the program's own.
-    """
-
-    def __init__(self) -> None:
-        self.given: set[int] = set()
-        self._listed: dict[int, list[tuple[int, Instruction]]] = defaultdict(list)
-        self._num = 0
-        self._num_whole = 0
-
-    def add(self, step: int, instruction: Instruction) -> int:
-        """Add the next instruction of ``step`` and return its position."""
-        self._listed[step].append((self._num, instruction))
-        self._num += 1
-        return self._num - 1
-
-    def end(self, step: int) -> None:
-        """End ``step``: no instruction joins it or an earlier one."""
-        self._num_whole = step + 1
-
-    def index(self, position: int) -> int:
-        return position
-
-    def due(self, step: int) -> Iterable[tuple[int, Instruction]]:
-        return self._listed[step]
-
-    def is_whole(self, step: int) -> bool:
-        return step < self._num_whole
-
-    def takes_data(self, step: int) -> bool:
-        return step not in self.given
-
-
 class CalledTrainer:
     """Executor of the calls of a program on this rank."""
 
-    def __init__(self, trainer: Trainer, rank: RankContext, steps: CalledSteps, feed: CallFeed, next_step: int) -> None:
-        """``next_step``: that the program begins with, which is told."""
+    def __init__(self, trainer: Trainer, rank: RankContext, steps: CalledSteps, feed: CallFeed) -> None:
+        """``steps``: with those in flight, which the program is sent with the step that it begins with."""
         self._trainer, self._rank, self._steps, self._feed = trainer, rank, steps, feed
-        self._plan, self._next_step = rank.plan, next_step
-        self._called = self._new_step(None)
-        # whether the program is in the middle of a step, and values of the controllers before it
-        self._is_open, self._states = False, dict(trainer.controllers.states)
-        # positions and runs of each call of the step, and its message
-        self._runs: list[list[tuple[int, Run]]] = []
-        self._messages: list[CallMessage] = []
+        self._plan = rank.plan
+        # values of the controllers before the newest step, and whether it has been called since a step has ended
+        self._states, self._is_called = dict(trainer.controllers.states), False
+        # first step without what stands before the calls of training
+        self._next_opened = steps.next_step
         if rank.rank == 0:
             # of a program that was killed in the middle of a step
-            RecordedColumns(rank.directory.path).remove(next_step)
-            feed.reply([json.dumps({"next_step": next_step}).encode()])
+            RecordedColumns(rank.directory.path).remove(steps.begun)
+            in_flight = {"next_step": steps.next_step, "calls": steps.messages_from(0)}
+            feed.reply([json.dumps(in_flight).encode()])
 
     def run(self) -> int:
         """Execute calls until the program ends, or a request to stop; return the first step that it has not ended."""
         while (message := self._feed.next())["do"] != "close":
             match message["do"]:
                 case "begin":
-                    self._begin(message["examples"])
+                    self._begin(message["step"], message["examples"])
                 case "call":
-                    self._messages.append(message)
-                    self._call(OperatorCall.of(message))
+                    self._call(message)
                 case "column":
-                    self._send_column(message["name"], message["number"], range(*message["mini_batches"]))
+                    self._send_column(message)
                 case "statistics":
-                    self._send_statistics(message["call"])
+                    self._send_statistics(message["step"], message["call"])
                 case "end":
                     self._end(message)
-                    if self._rank.ends_after(self._next_step - 1):
+                    if self._rank.ends_after(self._steps.next_step - 1):
                         break
-        if self._is_open:
-            self._drop()
+        next_step, in_flight = self._steps.next_step, self._steps.in_flight(self._steps.next_step)
+        is_between = not self._steps.open or (in_flight and not self._is_called)
         # weights in the middle of a step are those of no checkpoint
-        self._trainer.finish(self._next_step, saves=not (self._is_open and self._called.changes_models))
-        return self._next_step
+        saves = is_between or self._drop()
+        self._trainer.finish(next_step, saves=saves)
+        return next_step
 
-    def _begin(self, prompts: str | None) -> None:
-        """Begin a step. ``prompts``: file of the program's own.
+    def _begin(self, step: int, prompts: str | None) -> None:
+        """Begin a step, or go on with one in flight. ``prompts``: file of the program's own.
 
         Weights that a sync brings are received when it is executed, not from now on: the program may not come to it.
         """
-        self._called, self._runs, self._messages = self._new_step(self._called), [], []
-        self._is_open, self._states = True, dict(self._trainer.controllers.states)
-        self._take_prompts(prompts)
-        self._around(before=True)
+        if step < self._steps.begun:
+            self._take_prompts(step, prompts)
+            self._open_training()
+            return
+        for of_step, move in self._steps.begin():
+            self._execute(move, of_step)
+        self._states = dict(self._trainer.controllers.states)
+        self._take_prompts(step, prompts)
+        for instruction in self._around(step, before=True):
+            if not instruction.lag:
+                self._execute(instruction, step)
+        self._open_training()
 
-    def _drop(self) -> None:
-        """Leave no trace of a step that the program has left in its middle, so that a resumed one repeats it."""
-        step, rank = self._next_step, self._rank
+    def _open_training(self) -> None:
+        """Execute what stands before the calls that a schedule makes a lag behind, once the steps before have ended."""
+        step = self._steps.next_step
+        if self._next_opened == step < self._steps.begun:
+            self._next_opened = step + 1
+            for instruction in self._around(step, before=True):
+                if instruction.lag:
+                    self._execute(instruction, step)
+
+    def _drop(self) -> bool:
+        """Leave no trace of the calls of steps that the program has left in their middle, so that resumed ones repeat
+        them; return whether there can be a checkpoint before them."""
+        rank, step, dropped = self._rank, self._steps.next_step, self._steps.drop()
+        changed = any(each.called.changes_models for each in dropped.values())
         self._trainer.controllers.load(self._states)
-        rank.flight.timeline.drop(step)
-        RecordedColumns(rank.directory.path).remove(step, rank.rank)
+        for each in dropped:
+            rank.flight.timeline.drop(each)
+        is_alone = len(dropped) == 1 and not self._steps.in_flight(step)
+        if is_alone:
+            # others may be in flight in the last checkpoint
+            RecordedColumns(rank.directory.path).remove(step, rank.rank)
         if rank.rank == 0:
-            then = "its updates are in no checkpoint" if self._called.changes_models else "nothing is kept of it"
+            kept = (
+                "nothing is kept of it" if is_alone else "rows of older weights are in the checkpoint before it alone"
+            )
+            then = "its updates are in no checkpoint" if changed else kept
             name = self._plan.spec.name
             print(f"flexrlhf: {name}: step {step} was left before its end; {then}", file=sys.stderr, flush=True)
+        return is_alone and not changed
 
-    def _new_step(self, before: CalledStep | None) -> CalledStep:
-        return CalledStep.begin(self._plan.graph, self._plan.placement, self._plan.batch, before)
-
-    def _take_prompts(self, path: str | None) -> None:
+    def _take_prompts(self, step: int, path: str | None) -> None:
         """Take the prompts of a step from a file of the program's; without one they are of the data."""
         if path is None:
             return
-        self._trainer.rows.give(self._next_step, EXAMPLES.validate_json(Path(path).read_bytes()))
-        self._steps.given.add(self._next_step)
+        self._trainer.rows.give(step, EXAMPLES.validate_json(Path(path).read_bytes()))
+        self._steps.given.add(step)
         mailbox = self._trainer.results.recorder.mailbox
-        if mailbox.clear([f"prompts/{self._next_step}"], self._rank.world.size):
+        if mailbox.clear([f"prompts/{step}"], self._rank.world.size):
             Path(path).unlink()
 
-    def _call(self, call: OperatorCall) -> None:
-        self._runs.append([])
-        for instruction in self._called.add(call):
-            if isinstance(instruction, Move):
-                group = Group("move", instruction.ranks)
-                self._rank.world.add_group(self._rank.groups, group, self._plan.spec.timeout_seconds)
+    def _call(self, message: CallMessage) -> None:
+        step, call = message["step"], OperatorCall.of(message)
+        opened, self._is_called = self._steps.open[step], True
+        opened.messages.append({**call.message, "lag": opened.called.builder.lag})
+        runs: list[tuple[int, Run]] = []
+        opened.runs.append(runs)
+        for instruction in opened.called.add(call):
             if call.parts and isinstance(instruction, Run) and self._rank.rank in instruction.ranks:
-                self._trainer.rows.put_inputs_of(instruction, self._next_step)
-            position = self._execute(instruction)
+                self._trainer.rows.put_inputs_of(instruction, step)
+            position = self._execute(instruction, step)
             if isinstance(instruction, Run):
-                self._runs[-1].append((position, instruction))
+                runs.append((position, instruction))
 
-    def _around(self, before: bool) -> bool:
-        """Execute what stands around the calls of a step; return whether a checkpoint was among it."""
-        due = list(self._plan.schedule.around_calls(self._next_step, self._plan.spec.steps, before))
-        for instruction in due:
-            self._execute(instruction)
-        return any(isinstance(instruction, Checkpoint) for instruction in due)
+    def _around(self, step: int, before: bool) -> Sequence[Instruction]:
+        """Return what stands around the calls of a step and is due."""
+        return list(self._plan.schedule.around_calls(step, self._plan.spec.steps, before))
 
-    def _execute(self, instruction: Instruction) -> int:
+    def _execute(self, instruction: Instruction, step: int) -> int:
         """Execute an instruction that names this rank; return its position."""
-        position = self._steps.add(self._next_step, instruction)
+        if isinstance(instruction, Move):
+            group = Group("move", instruction.ranks)
+            self._rank.world.add_group(self._rank.groups, group, self._plan.spec.timeout_seconds)
+        position = self._steps.add(step, instruction)
         if self._rank.rank in instruction.ranks:
-            self._trainer.execute(Execution(position, self._next_step, instruction))
+            self._trainer.execute(Execution(position, step, instruction))
         return position
 
     def _end(self, message: CallMessage) -> None:
-        """End a step: account for its rows, then sync, evaluate and save as the plan does after its last training."""
-        step = self._next_step
+        """End the first open step: account for its rows, then sync, evaluate and save as the plan does after its last
+        training."""
+        step = self._steps.next_step
+        self._put_uncarried(step)
         self._leave_out(step)
-        is_saved = self._around(before=False)
-        if message["saves"] and not is_saved:
-            self._execute(Checkpoint.of(self._plan.placement, self._plan.spec))
-        self._steps.end(step)
-        self._next_step, self._is_open = step + 1, False
+        due = self._around(step, before=False)
+        for instruction in due:
+            self._execute(instruction, step)
+        if message["saves"] and not any(isinstance(each, Checkpoint) for each in due):
+            self._execute(Checkpoint.of(self._plan.placement, self._plan.spec), step)
+        ended, self._is_called = self._steps.end(), False
         if self._rank.rank == 0:
-            self._rank.directory.calls.append({"step": step, "calls": self._messages})
+            self._rank.directory.calls.append({"step": step, "calls": ended.messages})
             self._trainer.results.collect()
+        self._open_training()
+
+    def _put_uncarried(self, step: int) -> None:
+        """Put columns without values where the next step would go on with rows that the program has not generated, or
+        scored, in this one."""
+        store, called = self._trainer.rows.at(step), self._steps.open[step].called
+        for run in self._plan.schedule.for_rank(self._rank.rank):
+            if isinstance(run, Run) and run.operator.carries:
+                for number in set(called.not_called(run.operator)).intersection(run.mini_batches):
+                    prompts = self._plan.batch.prompts_on(run.layout, self._rank.rank, range(number, number + 1))
+                    rows = self._plan.batch.rows(prompts)
+                    for column in run.operator.carries:
+                        none = store.get(column, ())
+                        missing = torch.nan if column == Column.GROUP_SCORES else 0
+                        store.put(column, rows, none.new_full((len(rows), *none.shape[1:]), missing))
 
     def _leave_out(self, step: int) -> None:
-        """Report the rows that the program has not trained on, as a training of no mini-batch."""
+        """Report the rows that the program has not trained on, as a training of no mini-batch; of those that have not
+        ended the next step goes on with some."""
         training = self._plan.graph.accounting
         if training is None or step < training.first_step:
             return
         runs = (each for each in self._plan.schedule.instructions if isinstance(each, Run))
         run = next(each for each in runs if each.operator == training)
+        waiting = self._waiting(run, step) if Column.PRESENT in training.reads else ()
         position = self._steps.add(step, replace(run, mini_batches=range(0)))
-        outcomes = self._trainer.ledger.leave_out(step)
+        outcomes = self._trainer.ledger.leave_out(step, waiting)
         if self._rank.rank == run.ranks[0]:
             self._trainer.results.recorder.publish(step, position, make_report(outcomes=outcomes))
 
-    def _send_column(self, name: str, number: int, mini_batches: range) -> None:
+    def _waiting(self, run: Run, step: int) -> Sequence[int]:
+        """Return the rows of all replicas of ``run`` that have not ended; none on other ranks."""
+        called, reader = self._steps.open[step].called, replace(run.operator, reads=(Column.PRESENT,))
+        for move in called.moves_to(reader):
+            self._execute(move, step)
+        if self._rank.rank not in run.ranks:
+            return ()
+        work, shape = self._trainer.work(run, step), self._plan.batch
+        numbers = [number for number in shape.mini_batches if called.has(Column.PRESENT, range(number, number + 1))]
+        rows = [row for number in numbers for row in work.rows_of(range(number, number + 1))]
+        present = self._trainer.rows.at(step).get(Column.PRESENT, rows)
+        return [*map(int, work.model.dp.gather(present.new_tensor(rows, dtype=torch.int64)[present == 0]).tolist())]
+
+    def _send_column(self, message: CallMessage) -> None:
         """Send the rows of a column to the program: each owner to rank 0 in the job's store, and rank 0 on."""
-        world, owners = self._rank.world, self._called.owners(name, mini_batches)
+        step, name, number = (message[key] for key in ("step", "name", "number"))
+        world, owners = self._rank.world, self._steps.open[step].called.owners(name, range(*message["mini_batches"]))
         mailbox = self._trainer.results.recorder.mailbox
         if prompts := owners.get(world.rank):
             rows = self._plan.batch.rows(prompts)
-            values = self._trainer.rows.at(self._next_step).get(name, rows).cpu().contiguous()
+            values = self._trainer.rows.at(step).get(name, rows).cpu().contiguous()
             parts = _cut(save({"rows": tensor(rows), "values": values}))
             for index, part in enumerate(parts):
                 mailbox.store.set(f"column/{number}/{world.rank}/{index}", part)  # type: ignore[arg-type]  # stubs of str
@@ -213,13 +238,13 @@ class CalledTrainer:
                 mailbox.clear([key, *keys])
             self._feed.reply(blobs)
 
-    def _send_statistics(self, number: int) -> None:
-        """Send the metrics of a call of this step to the program, once its model's first rank has published those of
+    def _send_statistics(self, step: int, number: int) -> None:
+        """Send the metrics of a call of a step to the program, once its model's first rank has published those of
         each chunk."""
         if self._rank.rank == 0:
             found: dict[str, Triple] = {}
-            for position, run in self._runs[number]:
-                METRICS.add(found, self._trainer.results.recorder.read(self._next_step, position, run))
+            for position, run in self._steps.open[step].runs[number]:
+                METRICS.add(found, self._trainer.results.recorder.read(step, position, run))
             if run.operator.kind == "loss":
                 found = {name.removeprefix(f"{run.operator.name}/"): value for name, value in found.items()}
             self._feed.reply([json.dumps(METRICS.evaluate(found)).encode()])

@@ -25,6 +25,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.tensor_files import Piece, piece_key
 from flexrlhf.strategies.instructions import Move, Run
 from flexrlhf.trainer.loaded_models import LoadedModel
+from flexrlhf.trainer.open_steps import CalledSteps
 from flexrlhf.trainer.step_rows import StepRows
 from flexrlhf.weights.saving import written_names
 
@@ -92,9 +93,11 @@ def columns_in_flight(plan: Plan, rank: int, rows: StepRows, next_step: int) -> 
     file: RowTensors = {}
     for step in _steps_with_rows(plan, rows, next_step):
         written: dict[str, set[int]] = defaultdict(set)
+        if rows.called is not None and step >= next_step:
+            written |= rows.called.columns(step, rank, is_own=True)
         for run in _generating_runs(plan, rank):
             if run.layout.is_first_of_replica(rank):
-                for column in _left_columns(plan, run, step, next_step):
+                for column in _left_columns(plan, run, step, next_step, rows.called):
                     written[column].update(_rows_of(plan, run, rank))
         for column, numbers in written.items():
             ordered = sorted(numbers)
@@ -115,7 +118,7 @@ def load_rows(plan: Plan, rank: int, rows: StepRows, checkpoint: Path, next_step
     stored = _read_all(checkpoint, steps)
     device, missing = rows.device, missing_columns(plan, checkpoint, steps)
     for step in steps:
-        for column, needed in _needed(plan, rank, step, next_step).items():
+        for column, needed in _needed(plan, rank, step, next_step, rows.called).items():
             if column in missing:
                 continue
             ordered, values = sorted(needed), stored.get(f"{step}/{column}", {})
@@ -159,24 +162,31 @@ def _steps_with_rows(plan: Plan, rows: StepRows, next_step: int) -> range:
     """Return the steps in flight, and the step before where rows are carried from it."""
     steps = rows.steps_in_flight(next_step)
     runs = (each for each in plan.schedule.instructions if isinstance(each, Run) and each.operator.carries)
-    is_carried = any(run.lag == plan.schedule.lag for run in runs)
+    called = rows.called
+    is_carried = any(
+        run.lag == plan.schedule.lag or (called is not None and called.lacks(run.operator, next_step)) for run in runs
+    )
     return range(next_step - 1, steps.stop) if is_carried else steps
 
 
-def _left_columns(plan: Plan, run: Run, step: int, next_step: int) -> tuple[str, ...]:
+def _left_columns(plan: Plan, run: Run, step: int, next_step: int, called: CalledSteps | None) -> tuple[str, ...]:
     """Return the columns of ``run`` that are needed from ``next_step`` on: of a step in flight all that are written, of
-    the step before the carried."""
+    the step before the carried. Steps in flight that a program has ``called`` have columns of their own."""
     is_with_training = run.lag == plan.schedule.lag
     if step >= next_step:
-        return () if is_with_training else run.operator.writes
-    return run.operator.carries if is_with_training else ()
+        return () if is_with_training or called is not None else run.operator.writes
+    if is_with_training or (called is not None and called.lacks(run.operator, next_step)):
+        return run.operator.carries
+    return ()
 
 
-def _needed(plan: Plan, rank: int, step: int, next_step: int) -> Mapping[str, set[int]]:
+def _needed(plan: Plan, rank: int, step: int, next_step: int, called: CalledSteps | None) -> Mapping[str, set[int]]:
     """Return the rows of ``step`` that a rank has at the end of the step before ``next_step``, by column."""
+    if called is not None and step >= next_step:
+        return called.columns(step, rank, is_own=False)
     needed: dict[str, set[int]] = defaultdict(set)
     for run in _generating_runs(plan, rank):
-        for column in _left_columns(plan, run, step, next_step):
+        for column in _left_columns(plan, run, step, next_step, called):
             needed[column].update(_rows_of(plan, run, rank))
     for move in plan.schedule.for_rank(rank):
         if isinstance(move, Move) and move.lag < plan.schedule.lag and step >= next_step:

@@ -28,9 +28,10 @@ from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.text import counted, ranks_text, span_of
 from flexrlhf.trainer.call_feed import CallFeed
-from flexrlhf.trainer.called_steps import CalledSteps, CalledTrainer
+from flexrlhf.trainer.called_steps import CalledTrainer
 from flexrlhf.trainer.flight_record import FlightRecord
 from flexrlhf.trainer.memory_meter import MemoryMeter, use_expandable_segments
+from flexrlhf.trainer.open_steps import CalledSteps
 from flexrlhf.trainer.rank_context import RankContext, open_rank
 from flexrlhf.trainer.restoration import StartingPoint, choose_start
 from flexrlhf.trainer.stop_requests import StopRequests
@@ -84,13 +85,13 @@ class RankRuns:
                 use_expandable_segments()
             first = 0 if start is None else start.next_step
             opened = open_rank(plan, data, files, world, flight, self._meter, self._stops, events, first)
-            steps = CalledSteps() if order.program else None
+            steps = _called_steps(plan, start) if order.program else None
             trainer = Trainer(opened, start, steps)
             files.remove_received(plan, world)
             start_seconds = self._join_seconds + time.time() - began
             if files.keeps:
                 directory.write_status("running", first, plan.spec.steps, start_seconds)
-            next_step = trainer.run() if steps is None else _called(order, opened, trainer, steps, start)
+            next_step = trainer.run() if steps is None else _called(order, opened, trainer, steps)
             opened.close()
         events.end_run(name, next_step)
         if files.keeps:
@@ -109,12 +110,15 @@ def choose_kernels(debug: DebugSpec) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _called(
-    order: RunOrder, rank: RankContext, trainer: Trainer, steps: CalledSteps, start: StartingPoint | None
-) -> int:
+def _called_steps(plan: Plan, start: StartingPoint | None) -> CalledSteps:
+    """Return the steps of a program, with those in flight at its start."""
+    return CalledSteps(plan) if start is None else CalledSteps(plan, start.run_start(plan), start.progress.calls)
+
+
+def _called(order: RunOrder, rank: RankContext, trainer: Trainer, steps: CalledSteps) -> int:
     """Execute the calls of a program. Returns the step that it has come to."""
     feed = CallFeed(rank.world, order.spec.name, order.program, order.spec.timeout_seconds)
-    next_step = CalledTrainer(trainer, rank, steps, feed, 0 if start is None else start.next_step).run()
+    next_step = CalledTrainer(trainer, rank, steps, feed).run()
     feed.close()
     return next_step
 

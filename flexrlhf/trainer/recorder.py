@@ -7,7 +7,7 @@ The first rank of a placed model publishes the reports of its operators. Rank 0 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,6 +60,15 @@ class Steps(Protocol):
     def takes_data(self, step: int) -> bool:
         """Return whether the prompts of ``step`` are of the data."""
 
+    def at(self, step: int, position: int) -> Instruction:
+        """Return the instruction of ``step`` at ``position`` of the walk."""
+
+    def in_flight(self, next_step: int, generated: int) -> range:
+        """Return the steps whose rows exist before ``next_step`` is trained on, as of ``Plan.steps_in_flight``."""
+
+    def restored(self, step: int, start: RunStart) -> Iterator[tuple[int, Run]]:
+        """Yield the runs of a step in flight that were executed before ``start``, and their positions."""
+
 
 @dataclass(frozen=True)
 class PlannedSteps:
@@ -79,6 +88,18 @@ class PlannedSteps:
 
     def takes_data(self, step: int) -> bool:
         return True
+
+    def at(self, step: int, position: int) -> Instruction:
+        return self.plan.schedule.instructions[position % len(self.plan.schedule.instructions)]
+
+    def in_flight(self, next_step: int, generated: int) -> range:
+        return self.plan.steps_in_flight(next_step, generated)
+
+    def restored(self, step: int, start: RunStart) -> Iterator[tuple[int, Run]]:
+        lag, steps = self.plan.schedule.lag, self.plan.spec.steps
+        for index, run in enumerate(self.plan.schedule.instructions):
+            if isinstance(run, Run) and run.lag < lag and run.due(step, steps) and not start.brings(run):
+                yield index, run
 
 
 class Recorder(Observer):
@@ -126,7 +147,7 @@ class Recorder(Observer):
 
     def _keep(self, step: int, position: int, report: OperatorReport) -> None:
         """Keep a report of a step that is in flight when a checkpoint is written, summed over chunks."""
-        run = self.plan.schedule.instructions[position % len(self.plan.schedule.instructions)]
+        run = self.steps.at(step, position)
         assert isinstance(run, Run), "only runs report outside evaluations"
         kept = self._in_flight[step].setdefault(run.operator.name, make_report())
         METRICS.add(kept["statistics"], report["statistics"])
@@ -150,12 +171,10 @@ class Recorder(Observer):
         self.best |= best
         for step, operators in reports.items():
             pending = dict(operators)
-            for index, run in enumerate(self.plan.schedule.instructions):
-                is_due = run.due(int(step), self.plan.spec.steps) and not start.brings(run)
-                if isinstance(run, Run) and run.lag < self.plan.schedule.lag and is_due:
-                    report = make_report(**pending.pop(run.operator.name, {}))
-                    if self.world.rank == run.ranks[0]:
-                        self.publish(int(step), index, report)
+            for position, run in self.steps.restored(int(step), start):
+                report = make_report(**pending.pop(run.operator.name, {}))
+                if self.world.rank == run.ranks[0]:
+                    self.publish(int(step), position, report)
 
     def improved(self, save: Save, step: int) -> float | None:
         """Return the metric of ``save`` in the evaluation of ``step`` if it is better than all before; else None.

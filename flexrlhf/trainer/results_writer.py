@@ -83,9 +83,7 @@ class ResultsWriter(Observer):
     def _keys(self, step: int) -> dict[str, str]:
         """Return the keys of the reports that the row of ``step`` needs, and who publishes each: with attempts also of
         those of the steps in flight."""
-        in_flight = [
-            self.recorder.attempt_keys(later) for later in self._plan.steps_in_flight(step + 1, self._start.generated)
-        ]
+        in_flight = [self.recorder.attempt_keys(later) for later in self._steps_in_flight(step + 1)]
         return self.recorder.keys(step) | {key: who for keys in in_flight for key, who in keys.items()}
 
     def write_until(self, step: int) -> None:
@@ -146,14 +144,17 @@ class ResultsWriter(Observer):
 
     def _in_flight(self, next_step: int) -> int:
         """Return the rows of the steps in flight before ``next_step``; with attempts, as many as these have taken."""
+        steps = self._steps_in_flight(next_step)
         if self._plan.batch.attempts == 1:
-            return self._plan.rows_in_flight(next_step, self._start.generated)
-        steps = self._plan.steps_in_flight(next_step, self._start.generated)
+            return len(steps) * self._plan.batch.num_taken
         keys = [key for step in steps for key in self.recorder.attempt_keys(step)]
         shape = self._plan.batch
         positions = [position for key in keys for position in self._mailbox.read(key)["positions"]]
         # others are carried from a step before
         return sum(prompt % shape.segments == 0 for prompt, _ in positions) * shape.samples_per_prompt
+
+    def _steps_in_flight(self, next_step: int) -> range:
+        return self.recorder.steps.in_flight(next_step, self._start.generated)
 
     def finish(
         self,

@@ -16,6 +16,7 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.text import span_of
 from flexrlhf.trainer.execution import Execution, Observer
+from flexrlhf.trainer.open_steps import CalledSteps
 
 Outcomes = dict[str, list[int]]
 """Outcome → rows of a step, in order."""
@@ -31,14 +32,14 @@ UNRECORDED = "unrecorded"
 class RowLedger(Observer):
     """Ledger of a run's rows, on the ranks of the training that accounts for them."""
 
-    def __init__(self, plan: Plan, rank: int, generated: int = 0, completes: bool = True) -> None:
+    def __init__(self, plan: Plan, rank: int, generated: int = 0, called: CalledSteps | None = None) -> None:
         """Begin without outcomes.
 
         generated:  first step without rows at the start of the run.
-        completes:  whether the last mini-batch completes a step; else a program does, which may leave rows out, or
-                    train on some again.
+        called:     steps of a program, which completes them, and may leave rows out, or train on some again; None: the
+                    last mini-batch completes a step.
         """
-        self._generated, self._completes = generated, completes
+        self._generated, self._called = generated, called
         self._plan, training = plan, plan.graph.accounting
         runs = [each for each in plan.schedule.for_rank(rank) if isinstance(each, Run)]
         self._is_accounting = any(run.operator == training for run in runs)
@@ -74,7 +75,9 @@ class RowLedger(Observer):
             return taken
         if self._plan.batch.attempts > 1:
             return {**self._counts, **taken}
-        in_flight = self._plan.rows_in_flight(next_step, self._generated) + sum(map(len, self._open.values()))
+        in_flight_of = self._plan.steps_in_flight if self._called is None else self._called.in_flight
+        taken_later = len(in_flight_of(next_step, self._generated)) * self._plan.batch.num_taken
+        in_flight = taken_later + sum(map(len, self._open.values()))
         frozen = min(next_step, self._first_step) * self._plan.batch.num_taken
         # a sum leaves out zeros
         return dict(self._counts + Counter({Outcome.FROZEN: frozen, RowAccount.IN_FLIGHT: in_flight}))
@@ -104,25 +107,30 @@ class RowLedger(Observer):
         execution.outcomes = outcomes_of(work.model.dp.gather(keys).tolist())
         if Column.POSITION in work.operator.reads:
             self.open(_gathered_positions(execution))
-        if not self._completes:
+        if self._called is not None:
             known = set(self._of_step)
             new = {name: [row for row in rows if row not in known] for name, rows in execution.outcomes.items()}
             execution.outcomes = {name: rows for name, rows in new.items() if rows}
         self.add(execution.outcomes)
-        if self._completes and work.mini_batches.stop == plan.batch.num_mini_batches:
+        if self._called is None and work.mini_batches.stop == plan.batch.num_mini_batches:
             carried = self.complete(execution.step)
             execution.outcomes = {**execution.outcomes, **({CARRIED: carried} if carried else {})}
 
-    def leave_out(self, step: int) -> Outcomes:
-        """Complete ``step``, whose further rows a program does not train on; return these, on ranks that account for
-        rows."""
+    def leave_out(self, step: int, waiting: Iterable[int] = ()) -> Outcomes:
+        """Complete ``step``, whose further rows a program does not train on; return these and the carried ones, on
+        ranks that account for rows.
+
+        waiting:  rows that the next step may go on with.
+        """
         if not self._is_accounting or step < self._first_step:
             return {}
-        rows = sorted(set(range(self._plan.batch.num_taken)).difference(self._of_step))
-        left_out: Outcomes = {Outcome.LEFT_OUT: rows} if rows else {}
+        shape = self._plan.batch
+        taken = {**self._open, step: range(shape.num_taken)}
+        rows = {shape.place_of(row, step - of_step) for of_step, rows in taken.items() for row in rows}
+        left_out: Outcomes = {Outcome.LEFT_OUT: sorted(rows.difference(self._of_step, waiting))}
         self.add(left_out)
-        self.complete(step)
-        return left_out
+        found = {**left_out, CARRIED: self.complete(step)}
+        return {name: rows for name, rows in found.items() if rows}
 
     def take(self, positions: Iterable[int]) -> None:
         """Add the prompts of an attempt, or the new ones among all that are under way."""

@@ -18,22 +18,27 @@ from flexrlhf.plan.run_data import RunData
 from flexrlhf.strategies.instructions import Move, Run
 from flexrlhf.strategies.schedule import RunStart
 from flexrlhf.trainer.execution import OperatorRun
+from flexrlhf.trainer.open_steps import CalledSteps
 from flexrlhf.trainer.rank_context import RankContext
 
 MISMATCHED_TOKENS = f"tokens.{Qualifier.MISMATCHED}"
 
 
 class StepRows:
-    """Row stores of the steps under way on this rank, and the moves to and from other ranks."""
+    """Row stores of the steps under way on this rank, and the moves to and from other ranks.
 
-    def __init__(self, rank: RankContext, start: RunStart) -> None:
+    called:  steps that a program calls; None: the schedule has all of them.
+    """
+
+    def __init__(self, rank: RankContext, start: RunStart, called: CalledSteps | None = None) -> None:
+        self.called = called
         self._plan, self._data, self._groups, self._rank = rank.plan, rank.data, rank.groups, rank.rank
         # more than planned while the batches of a larger lag are trained on
         self._num_kept = max(rank.plan.num_steps_kept, start.generated - start.next_step)
         self._start = start
         self.device = rank.world.device
         self._stores: dict[int, RowStore] = {}
-        self._given: dict[int, list[Example]] = {}
+        self._given: dict[int, Sequence[Example]] = {}
         self.most_bytes = 0
         self._input_rows = rows_with_inputs(rank.plan, rank.rank)
         self._mover = ColumnMover(rank.rank, RowPacking(rank.plan.batch, rank.plan.lengths, self.device), rank.wait)
@@ -50,6 +55,8 @@ class StepRows:
 
     def steps_in_flight(self, next_step: int) -> range:
         """Return the steps whose rows exist before ``next_step`` is trained on."""
+        if self.called is not None:
+            return self.called.in_flight(next_step, self._start.generated)
         if next_step == self._start.next_step:
             # a larger lag than before is not reached yet
             return range(next_step, self._start.generated)
@@ -78,15 +85,21 @@ class StepRows:
 
     def examples(self, step: int) -> list[Example]:
         """Return the example of each prompt of a step; none where the step itself decides which it takes."""
-        if self._plan.batch.attempts > 1:
+        shape, numbers = self._plan.batch, _taken_numbers(self._plan, self._data, step)
+        if shape.attempts > 1:
             return []
-        if step in self._given:
-            return self._given[step]
-        return [self._data.examples[number] for number in _taken_numbers(self._plan, self._data, step)]
+        examples = [self._data.examples[number] for number in numbers]
+        for age in range(shape.segments):
+            examples[age :: shape.segments] = self._given.get(step - age, examples[age :: shape.segments])
+        return examples
 
-    def give(self, step: int, examples: list[Example]) -> None:
-        """Have ``examples`` be those of a step, in place of the ones that it would take from the data."""
-        self._given = {step: examples}
+    def give(self, step: int, examples: Sequence[Example]) -> None:
+        """Have ``examples`` be taken by a step, in place of the ones that it would take from the data."""
+        least = step - max(self._num_kept, self._plan.batch.segments)
+        self._given = {step: examples, **{old: each for old, each in self._given.items() if old >= least}}
+        if step in self._stores:
+            # of a step in flight, which has begun with the data's
+            self._put_inputs(step, self._stores[step], self._input_rows)
 
     def taken(self, step: int) -> list[Example]:
         """Return the examples that a step takes from the data; none where the step itself decides which it takes."""

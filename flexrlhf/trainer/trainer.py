@@ -32,9 +32,9 @@ from flexrlhf.trainer.execution import Execution, OperatorRun
 from flexrlhf.trainer.memory_meter import naming_exhaustion
 from flexrlhf.trainer.model_saver import ModelSaver
 from flexrlhf.trainer.observers import make_observers
+from flexrlhf.trainer.open_steps import CalledSteps
 from flexrlhf.trainer.operator_context import make_operator_context
 from flexrlhf.trainer.rank_context import RankContext
-from flexrlhf.trainer.recorder import Steps
 from flexrlhf.trainer.restoration import StartingPoint, restore
 from flexrlhf.trainer.results_writer import open_results
 from flexrlhf.trainer.row_ledger import RowLedger
@@ -54,20 +54,20 @@ class Trainer:
     controllers:  values that one step passes to the next.
     """
 
-    def __init__(self, rank: RankContext, start: StartingPoint | None = None, steps: Steps | None = None) -> None:
+    def __init__(self, rank: RankContext, start: StartingPoint | None = None, steps: CalledSteps | None = None) -> None:
         """Go on from the checkpoint ``start``; None: begin with the first step.
 
-        ``steps``: instructions that are not known before they are executed; None: those of the plan.
+        ``steps``: of a program, whose instructions are not known before they are executed; None: as in the plan.
         """
         self.plan, self._rank, self._models, self._copies = rank.plan, rank, rank.models, rank.copies
         self._start = ANEW if start is None else start.run_start(rank.plan)
         self._calls, self._is_planned = LoopCalls(), steps is None
         self._operators = make_operator_context(rank)
-        self.rows, self._syncs = StepRows(rank, self._start), WeightSyncs(rank, self._start)
+        self.rows, self._syncs = StepRows(rank, self._start, steps), WeightSyncs(rank, self._start)
         self.controllers = Controllers(rank.plan)
         self.results = open_results(rank, self._start, steps)
         self._saver = ModelSaver(rank, self.results.recorder)
-        self.ledger = RowLedger(rank.plan, rank.rank, self._start.generated, completes=steps is None)
+        self.ledger = RowLedger(rank.plan, rank.rank, self._start.generated, steps)
         state = RunState(rank, self.rows, self.controllers, self.ledger, self.results.recorder)
         self._checkpointer = Checkpointer(state, self.results)
         self._observers = make_observers(rank, self.controllers, self.ledger, self.results, self._checkpointer)
@@ -120,7 +120,7 @@ class Trainer:
         for execution in before:
             self.execute(execution)
         due = [(each.step, each.instruction) for each in after if is_training(each.instruction)]
-        works = [self._work(run, step) for step, run in due]
+        works = [self.work(run, step) for step, run in due]
         return Experiences(batch.turn, self.rows.at(due[0][0]) if due else None, works)
 
     def train_rlhf(self, experiences: Experiences) -> None:
@@ -186,7 +186,7 @@ class Trainer:
         if model.placed.trained:
             # batches that it is not to be trained on count as well
             model.version = max(model.version, min(step, self.plan.graph.first_step(model.placed.role)))
-        work = execution.work = self._work(run, step)
+        work = execution.work = self.work(run, step)
         store = execution.store = self.rows.at(step)
         store.arrive(run.operator.reads, work.rows)
         if run.operator.reads_data and Column.POSITION in run.operator.reads:
@@ -203,7 +203,7 @@ class Trainer:
         for observer in self._observers:
             observer.computed(execution)
 
-    def _work(self, run: Run, step: int) -> OperatorRun:
+    def work(self, run: Run, step: int) -> OperatorRun:
         """Return the operator of ``run`` on this rank."""
         operator, examples = run.operator, self.rows.examples(step) if run.operator.reads_texts else ()
         state = self.controllers.state(operator)

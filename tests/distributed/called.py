@@ -6,7 +6,8 @@ WAY: ``joined``: trainings by forward_backward and optim_step; ``fails``: calls 
 first step, and an error in the second; ``stops``: SIGKILL between the trainings of the third;
 ``primitives``: as configs/primitives.py has it; ``chooses``: trains on steps whose mean score is not above that of the
 step before, on the run's prompts as the program's own, with the rows of the reference split by their lengths,
-and makes calls that are refused.
+and makes calls that are refused; ``scheduled``: in the order of the schedule, with several open batches under a lag;
+``stops-late``: the same, and SIGKILL before the last generation.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from flexrlhf.data.files import Row, read_rows
 from flexrlhf.data.order import step_indices
 from flexrlhf.launch.session import CalledBatch
 from flexrlhf.placement.protocols import SplitPrompts
+from flexrlhf.strategies.instructions import Run
 
 PRIMITIVES = Path(__file__).parents[2] / "configs" / "primitives.py"
 
@@ -33,6 +35,9 @@ PRIMITIVES = Path(__file__).parents[2] / "configs" / "primitives.py"
 def main(config: str, way: str = "", resume: str | None = None, fails_at: int = 5) -> None:
     """``fails_at``: operators that the second step of ``fails`` calls; all: it fails at its end."""
     with Session(config, resume=resume) as run:
+        if way in ("scheduled", "stops-late"):
+            call_as_scheduled(run, stops=way == "stops-late")
+            return
         before, points = None, count()
         for batch in run.prompts(rows_of(run) if way == "chooses" else None):
             if way == "primitives":
@@ -67,6 +72,29 @@ def main(config: str, way: str = "", resume: str | None = None, fails_at: int = 
             before = mean
             if way != "fails":
                 run.save()
+
+
+def call_as_scheduled(run: Session, stops: bool) -> None:
+    plan, batches = run.plan, list[CalledBatch]()
+    late = {each.operator.name for each in plan.schedule.instructions if isinstance(each, Run) and each.lag}
+
+    def call(batch: CalledBatch, is_late: bool) -> None:
+        for operator in plan.graph.operators:
+            if operator.is_due(batch.step) and (operator.name in late) == is_late:
+                run.call(operator.name, batch)
+
+    for batch in run.prompts():
+        if stops and batch.step == plan.spec.steps - 1:
+            # once the rows before are there
+            assert len(batches[-1]["tokens"])
+            os.kill(os.getpid(), signal.SIGKILL)
+        call(batch, is_late=False)
+        batches.append(batch)
+        if len(batches) > plan.schedule.lag:
+            call(batches.pop(0), is_late=True)
+        run.save()
+    for batch in batches:
+        call(batch, is_late=True)
 
 
 class BugError(Exception):

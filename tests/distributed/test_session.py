@@ -24,7 +24,7 @@ from flexrlhf.strategies.instructions import Run
 
 pytestmark = pytest.mark.timeout(600)
 PPO, GRPO, REMAX = Case("ptx", "halves", 2), Case("grpo-alone", "six", 2), Case("remax-masked", "pairs", 2)
-CHUNKED = Case("adaptive", "six-chunks", 2)
+LAGGING, CHUNKED = Case("segments-corrected", "lag-2-alone", 2), Case("remax", "lag-chunks", 2)
 SPLIT = Case("grpo-uneven", "co-located", 2)
 
 
@@ -39,6 +39,13 @@ def written(launches: Launches, case: Case, directory: Path, name: str) -> Path:
 def outcome_at(launches: Launches, case: Case, directory: Path, name: str) -> Outcome:
     spec = launches.assets.spec(case)
     return Outcome(case, make_plan(spec.model_copy(update={"name": name, "runs": str(directory / "runs")})))
+
+
+def killed(program: list[str], directory: Path) -> None:
+    """Run a program, which ends by SIGKILL."""
+    process = Forked(program, directory, {**os.environ, **RANK_ENVIRONMENT})
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == -9, out[-2000:]
 
 
 def columns_of(directory: Path, step: int) -> list[Path]:
@@ -60,10 +67,17 @@ def assert_same_bits(found: Outcome, planned: Outcome) -> None:
     assert RunDirectory(found.directory).outcomes.read() == RunDirectory(planned.directory).outcomes.read()
 
 
-@pytest.mark.parametrize("case", params([PPO, GRPO, REMAX, CHUNKED], [PPO, GRPO, REMAX]))
+@pytest.mark.parametrize("case", params([PPO, GRPO, REMAX, CHUNKED, LAGGING], [PPO, GRPO, REMAX]))
 def test_calls_have_the_bits_of_the_graph(launches: Launches, case: Case, tmp_path: Path) -> None:
-    """PPO and ReMax call by call; GRPO with copies that follow by syncs, trained by primitives."""
-    main(str(written(launches, case, tmp_path, "called")), "joined" if case == GRPO else "")
+    """PPO and ReMax call by call; GRPO with copies that follow by syncs, trained by primitives. With a lag while newer
+    batches are generated, in chunks; and in segments, killed with batches in flight, whose calls are not repeated."""
+    path = written(launches, case, tmp_path, "called")
+    if case == LAGGING:
+        killed(["called", str(path), "stops-late"], tmp_path)
+        newest, *_ = RunDirectory(outcome_at(launches, case, tmp_path, "called").directory).checkpoints
+        assert len(newest.manifest.progress.calls) == 2
+    way = {GRPO: "joined", CHUNKED: "scheduled", LAGGING: "scheduled"}.get(case, "")
+    main(str(path), way, "auto" if case == LAGGING else None)
     assert_same_bits(outcome_at(launches, case, tmp_path, "called"), launches.outcome(case))
 
 
@@ -81,9 +95,7 @@ def test_a_program_that_fails_and_is_killed_goes_on_with_the_bits_of_the_graph(
     assert [each.path.name for each in RunDirectory(failed).checkpoints] == ["step-000001"]
     # no process of ours loads it
     (tmp_path / "yaml.py").write_text("raise SystemExit('another yaml')")
-    process = Forked(["called", str(path), "stops", "auto"], tmp_path, {**os.environ, **RANK_ENVIRONMENT})
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == -9, out[-2000:]
+    killed(["called", str(path), "stops", "auto"], tmp_path)
     assert [each.path.name for each in RunDirectory(failed).checkpoints][0] == "step-000002" and columns_of(failed, 2)
     main(str(path), "primitives", resume="auto")
     found, planned = outcome_at(launches, case, tmp_path, "killed"), launches.outcome(case)
