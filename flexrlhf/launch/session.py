@@ -401,18 +401,19 @@ def _listed(rows: object) -> list[str | Row]:
 
 
 def _check_callable(plan: Plan) -> None:
-    """Raise UserError for settings under which the order of calls is the schedule's own."""
+    """Raise UserError for settings of what a program decides itself."""
     spec, listed = plan.spec, plan.schedule.instructions
     moved = [each for each in listed if isinstance(each, Offload | Reload | Release)]
-    for setting, is_set, instead in (
-        ("algorithm.dynamic_sampling", plan.batch.attempts > 1, "remove it"),
-        ("environment", spec.environment is not None, "remove it"),
-        ("algorithm.loop", spec.algorithm.loop is not None, "remove it: the program is the loop"),
+    own_prompts = "a program takes further prompts itself, by prompts(own), and leaves rows out; remove it"
+    for setting, is_set, reason in (
+        ("algorithm.dynamic_sampling", plan.batch.attempts > 1, own_prompts),
+        ("environment", spec.environment is not None, "calls go without; remove it"),
+        ("algorithm.loop", spec.algorithm.loop is not None, "the program is the loop; remove it"),
     ):
         if is_set:
-            raise UserError(f"{setting}: a session calls operators one by one, which goes without; {instead}")
+            raise UserError(f"{setting}: in a session {reason}")
     if moved:
         raise UserError(
-            f"memory: a session keeps all models on their devices, and the plan moves {moved[0].label} away; use more "
-            f"or larger devices"
+            f"memory: a program alone has the order of calls, so a session keeps all models on their devices, and the "
+            f"plan moves {moved[0].label} away; use more or larger devices"
         )

@@ -33,6 +33,7 @@ class Progress:
     rows:         outcome → rows that were taken from the data; empty: of an older version
     carried:      step → rows of the prompts that it took which are carried to the next step
     calls:        step in flight → messages of the calls of a program that have written its columns
+    prompts:      step whose rows are in flight or carried → examples that a program has given it
     """
 
     next_step: int
@@ -45,6 +46,7 @@ class Progress:
     carried: Mapping[str, list[int]] = field(default_factory=dict)
     generated: int | None = None
     calls: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    prompts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def first_generated(self, spec: Spec) -> int:
         """Return the first step that is not generated yet. ``spec``: of the run that wrote the checkpoint."""

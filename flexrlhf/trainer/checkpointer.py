@@ -155,6 +155,7 @@ class Checkpointer(Observer):
             next_step=next_step,
             generated=state.rows.steps_in_flight(next_step).stop,
             calls={} if state.rows.called is None else state.rows.called.messages_from(next_step),
+            prompts=state.rows.given_from(next_step) if self._context.rank == 0 else {},
             numbers={name: model.engine.training_state().numbers for name, model in trained.items()},
             versions={name: model.version for name, model in models.items()},
             controllers=state.controllers.changed,
@@ -217,6 +218,7 @@ def merged_progress(reports: Sequence[Progress]) -> Progress:
         rows=merged_account(report.rows for report in reports),
         carried=_united(report.carried for report in reports),
         calls=reports[0].calls,
+        prompts=reports[0].prompts,
     )
 
 

@@ -143,6 +143,7 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
     state.controllers.load(progress.controllers)
     state.ledger.load(progress.rows, progress.carried, progress.next_step)
     state.recorder.restore(progress.reports, progress.best, start.run_start(plan))
+    state.rows.restore_given(progress.prompts)
     load_rows(plan, context.rank, state.rows, start.checkpoint.path, progress.next_step, BatchShape.of(start.spec))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.data.examples import Example
+from flexrlhf.data.examples import EXAMPLES, Example
 from flexrlhf.data.order import DataOrder, SourceShare
 from flexrlhf.operators.columns import Column, Lengths, Qualifier, plain, qualified
 from flexrlhf.plan.plan import Plan
@@ -100,6 +101,19 @@ class StepRows:
         if step in self._stores:
             # of a step in flight, which has begun with the data's
             self._put_inputs(step, self._stores[step], self._input_rows)
+
+    def given_from(self, next_step: int) -> dict[str, Sequence[Any]]:
+        """Return the examples that were given to steps with rows in flight or carried before ``next_step``, for JSON."""
+        first = next_step - self._plan.batch.segments
+        kept = ((step, examples) for step, examples in self._given.items() if step > first)
+        return {str(step): EXAMPLES.dump_python([*examples], mode="json") for step, examples in kept}
+
+    def restore_given(self, prompts: Mapping[str, Sequence[Any]]) -> None:
+        """Have the examples of ``given_from`` be taken again."""
+        for step, examples in prompts.items():
+            self.give(int(step), EXAMPLES.validate_python(examples))
+            if self.called is not None:
+                self.called.given.add(int(step))
 
     def taken(self, step: int) -> list[Example]:
         """Return the examples that a step takes from the data; none where the step itself decides which it takes."""

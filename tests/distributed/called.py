@@ -19,12 +19,14 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
+import pytest
 from odd_calls import call_from_everywhere, try_odd_calls
 
 from flexrlhf import Session
 from flexrlhf.config.code_loading import load_function
 from flexrlhf.data.files import Row, read_rows
 from flexrlhf.data.order import step_indices
+from flexrlhf.errors import UserError
 from flexrlhf.launch.session import CalledBatch
 from flexrlhf.placement.protocols import SplitPrompts
 from flexrlhf.strategies.instructions import Run
@@ -83,13 +85,16 @@ def call_as_scheduled(run: Session, stops: bool) -> None:
             if operator.is_due(batch.step) and (operator.name in late) == is_late:
                 run.call(operator.name, batch)
 
-    for batch in run.prompts():
+    for batch in run.prompts(rows_of(run) if plan.batch.segments > 1 else None):
         if stops and batch.step == plan.spec.steps - 1:
             # once the rows before are there
             assert len(batches[-1]["tokens"])
             os.kill(os.getpid(), signal.SIGKILL)
         call(batch, is_late=False)
         batches.append(batch)
+        if batch.step == 1 and not stops:
+            with pytest.raises(UserError, match="train_actor on the batch of step 1, before all trainings of step 0; "):
+                run.train_actor(batch)
         if len(batches) > plan.schedule.lag:
             call(batches.pop(0), is_late=True)
         run.save()
@@ -108,11 +113,11 @@ def fail(way: str, batch: CalledBatch, points: Iterator[int], fails_at: int) -> 
 
 
 def rows_of(run: Session) -> Iterator[list[Row]]:
-    """Yield the rows of the data set that each step takes."""
+    """Yield the rows of the data set that each further step takes."""
     spec = run.plan.spec
     rows = read_rows(str(spec.data.path))
-    for step in range(spec.steps):
-        yield [rows[index] for index in step_indices(spec.seed, step, run.plan.batch.num_prompts, len(rows))]
+    for step in range(len(run.metrics), spec.steps):
+        yield [rows[index] for index in step_indices(spec.seed, step, run.plan.batch.num_new, len(rows))]
 
 
 def by_length(run: Session, batch: CalledBatch) -> SplitPrompts:

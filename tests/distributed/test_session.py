@@ -64,7 +64,10 @@ def assert_same_bits(found: Outcome, planned: Outcome) -> None:
     for role in planned.plan.graph.trained:
         mine, theirs = found.weights(role), planned.weights(role)
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs), role
-    assert RunDirectory(found.directory).outcomes.read() == RunDirectory(planned.directory).outcomes.read()
+    mine, theirs = (RunDirectory(each.directory).outcomes.read() for each in (found, planned))
+    for line, expected in zip(mine, theirs, strict=True):
+        # no numbers in the data of prompts that are the program's own
+        assert line in (expected, {**expected, "prompts": [None] * len(expected["prompts"])})
 
 
 @pytest.mark.parametrize("case", params([PPO, GRPO, REMAX, CHUNKED, LAGGING], [PPO, GRPO, REMAX]))

@@ -22,6 +22,10 @@ from flexrlhf.report.run_contents import METRICS_FILE, read_contents
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Instruction, Move, Run
 
+DYNAMIC_SAMPLING = [
+    "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2, dynamic_sampling: {rounds: 2}}",
+    "models.critic=null",
+]
 PRETRAINED = "algorithm.ptx={path: texts.jsonl, coefficient: 0.5}"
 PLACEMENTS = [([1, 1, 1, 1], 2), ([0.5] * 4, 2), ([1, 1, 0.5, 0.5], 4), ([0.5] * 6, 4)]
 
@@ -146,11 +150,41 @@ def test_rows_that_no_call_reads_do_not_travel() -> None:
         assert "scores" not in columns and "tokens" in columns
 
 
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize(("vector", "devices"), PLACEMENTS)
-def test_a_traced_step_is_priced_as_the_planned_one(vector: list[float], devices: int) -> None:
-    plan = whole_plan_of(vector, devices)
-    traced = replace(plan, schedule=plan.schedule.as_called(call_all(plan).instructions, 0))
+def test_a_traced_step_is_priced_as_the_planned_one(vector: list[float], devices: int, lag: int) -> None:
+    """Under a lag with the calls that train on the batch once a newer one is there; rows leave before."""
+    if lag and len(vector) < 6:
+        return
+    plan = whole_plan_of(vector, devices, f"schedule.lag={lag}")
+    late = [each.operator.name for each in plan.schedule.instructions if isinstance(each, Run) and each.lag]
+    step: CalledStep | None = None
+    for _ in range(2):
+        step = call_all(plan, *late, before=step)
+        moves = step.overtake() if lag else []
+        for name in late:
+            step.add(OperatorCall(name, plan.batch.mini_batches))
+    assert step is not None and bool(moves) == bool(lag)
+    assert {each.lag for each in step.instructions if each.kind == "run"} == {0, lag}
+    traced = replace(plan, schedule=plan.schedule.as_called(step.instructions, 0))
     assert simulate(traced, Fixed()).seconds == pytest.approx(simulate(plan, Fixed()).seconds, rel=0.1)
+
+
+def test_calls_go_on_with_rows_of_the_step_before() -> None:
+    plan = plan_of([1, 1, 1, 1], 2, "algorithm.num_mini_batches=2", "rollout.segment_tokens=2")
+    before, first = begin(plan), range(1)
+    before.add(OperatorCall("generate", first))
+    step = begin(plan, before)
+    step.add(OperatorCall("generate", first))
+    for call, sentence in (
+        (OperatorCall("generate", range(1, 2)), "step before, for which it has not been called on mini-batch 1; call"),
+        (OperatorCall("generate", range(1, 2), parts=((4, 5), (6, 7))), "stay on their ranks; call it without a proto"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            step.add(call)
+    # that step goes without
+    before.end()
+    assert step.add(OperatorCall("generate", range(1, 2)))
 
 
 def test_wrong_calls_are_refused() -> None:
@@ -250,11 +284,13 @@ def test_every_row_of_a_column_has_one_owner() -> None:
         assert sorted(owned) == list(range(plan.batch.num_prompts))
 
 
-def test_settings_that_order_calls_are_refused(tmp_path: Path) -> None:
+def test_a_program_takes_prompts_itself(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(PPO | {"algorithm": {**PPO["algorithm"], "num_mini_batches": 4}}))
-    with pytest.raises(UserError, match="schedule.lag: a session calls operators one by one, which goes without; use"):
-        Session(path, [0.5] * 6, devices=2, overrides=["schedule.lag=1"])
+    with pytest.raises(
+        UserError, match="algorithm.dynamic_sampling: in a session a program takes further prompts itse"
+    ):
+        Session(path, devices=2, overrides=DYNAMIC_SAMPLING)
     with pytest.raises(UserError, match="its ranks have not started; use it in a with statement"):
         next(Session(path, [1, 1, 1, 1], devices=1).prompts())
     with pytest.raises(UserError, match="1 prompts for step 0; algorithm.prompts_per_step is 8, give as many"):
