@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -21,14 +21,13 @@ from flexrlhf.config.code_loading import python_command
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS, RunOrder, resume_runs
+from flexrlhf.strategies.calls import CallsInFlight
 from flexrlhf.user_code.process_directories import process_directory
 
 LOOK_SECONDS = 0.2
 """Time between two looks whether ranks that start have failed."""
 END_SECONDS = 30.0
 """Time that the ranks have to end after a program that failed."""
-Calls = Mapping[str, Sequence[Mapping[str, Any]]]
-"""Step in flight → messages of its calls."""
 _SENTENCES = (UserError, RankFailure, RunStopped, Interrupted, Preempted)
 """Errors that ranks end with, or that refuse a call before it is sent."""
 
@@ -48,7 +47,7 @@ class SessionRanks:
         self._lock = threading.RLock()
         self._is_called = self._is_cut = False
 
-    def start(self, plan: Plan, resume: str | None) -> tuple[int, Calls]:
+    def start(self, plan: Plan, resume: str | None) -> tuple[int, CallsInFlight]:
         """Start the ranks of ``plan``; return the step that they begin with, and the calls of steps in flight. Raises
         UserError and RankFailure."""
         self.check_process()
@@ -63,7 +62,7 @@ class SessionRanks:
             self.end(raises=False)
             raise
 
-    def _start(self, order: RunOrder) -> tuple[int, Calls]:
+    def _start(self, order: RunOrder) -> tuple[int, CallsInFlight]:
         self.directory: Path = self._stack.enter_context(process_directory())
         address, orders, self._outcome = (self.directory / name for name in ("program", "orders.json", "outcome.json"))
         orders.write_bytes(ORDERS.dump_json([replace(order, program=str(address))]))

@@ -23,6 +23,9 @@ from flexrlhf.strategies.instructions import Instruction
 from flexrlhf.strategies.schedule import Builder, OperatorTask
 from flexrlhf.text import mini_batches_text
 
+CallsInFlight = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Step in flight → messages of its calls."""
+
 
 @dataclass(frozen=True)
 class OperatorCall:

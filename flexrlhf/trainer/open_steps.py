@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.calls import CalledStep, OperatorCall
+from flexrlhf.strategies.calls import CalledStep, CallsInFlight, OperatorCall
 from flexrlhf.strategies.instructions import Instruction, Run
 from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.trainer.call_feed import CallMessage
-
-Calls = Mapping[str, Sequence[CallMessage]]
-"""Step in flight → messages of its calls."""
 
 
 @dataclass
@@ -38,7 +35,7 @@ class CalledSteps:
     open:   steps in flight.
     """
 
-    def __init__(self, plan: Plan, start: RunStart = ANEW, calls: Calls | None = None) -> None:
+    def __init__(self, plan: Plan, start: RunStart = ANEW, calls: CallsInFlight | None = None) -> None:
         """Begin with the steps in flight of ``start``, whose ``calls`` have been made; None: as in the schedule."""
         self._plan, self.given = plan, set[int]()
         self.open: dict[int, OpenStep] = {}

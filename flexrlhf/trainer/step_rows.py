@@ -103,7 +103,7 @@ class StepRows:
             self._put_inputs(step, self._stores[step], self._input_rows)
 
     def given_from(self, next_step: int) -> dict[str, Sequence[Any]]:
-        """Return the examples that were given to steps with rows in flight or carried before ``next_step``, for JSON."""
+        """Return the examples that were given to steps with rows in flight or carried at ``next_step``, for JSON."""
         first = next_step - self._plan.batch.segments
         kept = ((step, examples) for step, examples in self._given.items() if step > first)
         return {str(step): EXAMPLES.dump_python([*examples], mode="json") for step, examples in kept}
