@@ -193,7 +193,7 @@ class CalledTrainer:
         """Report the rows that the program has not trained on, as a training of no mini-batch; of those that have not
         ended the next step goes on with some."""
         training = self._plan.graph.accounting
-        if training is None or step < training.first_step:
+        if training is None or not training.is_due(step):
             return
         runs = (each for each in self._plan.schedule.instructions if isinstance(each, Run))
         run = next(each for each in runs if each.operator == training)
