@@ -65,7 +65,7 @@ class Session:
     ) -> None:
         """Plan the run of a YAML file; ranks start where the session is entered. Arguments: as of ``ExecutionEngine``.
 
-        Raises UserError for a plan that calls cannot follow: with dynamic sampling, environments, or models that move.
+        Raises UserError for a plan that calls cannot follow: with dynamic sampling, or models that move.
         """
         spec = load_spec(config_path, program_settings(overrides, devices), placement_ratio)
         if Hosts.under_torchrun():
@@ -407,7 +407,6 @@ def _check_callable(plan: Plan) -> None:
     own_prompts = "a program takes further prompts itself, by prompts(own), and leaves rows out; remove it"
     for setting, is_set, reason in (
         ("algorithm.dynamic_sampling", plan.batch.attempts > 1, own_prompts),
-        ("environment", spec.environment is not None, "calls go without; remove it"),
         ("algorithm.loop", spec.algorithm.loop is not None, "the program is the loop; remove it"),
     ):
         if is_set:
