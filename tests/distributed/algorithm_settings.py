@@ -191,6 +191,20 @@ ALGORITHMS: dict[str, Raw] = {
         prompts_per_step=2,
         stop=["ta", "o n", "i b", "e"],
     ),
+    # some episodes are carried over two updates, in the middle of a turn, and some are cut at the last segment
+    "grpo-episodes-segments": _of(
+        "grpo",
+        {
+            **EPISODE_SETTINGS,
+            **_scored({"model": "reward", "weight": 0.1}),
+            "rollout": {"segment_tokens": 3, "max_segments": 3},
+            "steps": 6,
+        },
+        supervision="process",
+        importance={"cap": 1.1},
+        prompts_per_step=2,
+        stop=["ta", "o n", "i b", "e"],
+    ),
     "grpo-recomputed": _of("grpo", RECOMPUTED, num_mini_batches=1),
     "one-trunk-recomputed": _of("ac-share", RECOMPUTED),
     "grpo-rule": _of("grpo", {**_scored(LENGTH), "eval": {"pass_at": 2, "pass_score": 0.8}}, epochs=2),

@@ -756,7 +756,7 @@ DEFAULT = [
     Case("segments", "halves", 2, "torch-3", "torch"),
     Case("grpo-segments", "co-located", 2, "deepspeed-3"),
     Case("episodes", "co-located", 2),
-    Case("grpo-episodes", "halves", 2, "deepspeed-3"),
+    Case("grpo-episodes-segments", "halves", 2, "deepspeed-3"),
     Case("grpo-episodes", "operators-lag", 2, rollout="vllm"),
     Case("four-samples", "operators-two", 2),
     SWITCHED,

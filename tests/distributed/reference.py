@@ -155,11 +155,11 @@ class Reference:
         for responses_to_prompt in self._evaluated(step, terms):
             self._score_evaluation(responses_to_prompt, terms)
         sampled = sum(1 if response.greedy is None else 2 for response in responses)
-        if self.spec.rollout.segment_tokens is not None:
-            sampled = self.requests
         if self.episodes is not None:
             # each turn is one
             sampled = sum(len(response.episode.ends) for response in responses if response.episode)
+        if self.spec.rollout.segment_tokens is not None:
+            sampled = self.requests
         carried = sum(not response.is_whole for group in self.under_way.values() for response in group)
         in_flight = (self._generated(step) - step - 1) * self.policy.num_prompts * self.policy.samples_per_prompt
         rows = row_metrics(self.spec, step, responses, in_flight + carried)
@@ -370,9 +370,19 @@ class Reference:
                     if each is not None and not self._has_ended(each):
                         forced = self._forced(step, column, response.place)
                         found.append(Sampled(each, of_step, number * samples + sample, forced))
-        self.sampler.extend(self.old_actor, sampled, most)
-        self.greedy_sampler.extend(self.old_actor, greedy, most)
-        self.requests = len(sampled) + len(greedy)
+        if self.episodes is None:
+            self.sampler.extend(self.old_actor, sampled, most)
+            self.greedy_sampler.extend(self.old_actor, greedy, most)
+            self.requests = len(sampled) + len(greedy)
+        else:
+            asked = (
+                self.episodes.play(
+                    *(self.old_actor, each.response, each.step, each.row, each.forced, most),
+                    is_last=step - each.step == self.segments - 1,
+                )
+                for each in sampled
+            )
+            self.requests = sum(asked)
         for (of_step, number), group in list(self.under_way.items()):
             for response in group:
                 response.versions += [self.version(step)] * (len(response.tokens) - len(response.versions))
@@ -390,6 +400,8 @@ class Reference:
         return sorted(whole, key=lambda response: response.place)
 
     def _has_ended(self, response: Response) -> bool:
+        if response.episode is not None:
+            return response.episode.outcome != "going on"
         return response.finished or len(response.tokens) == self.sampler.longest
 
     def _look_at(self, response: Response) -> None:

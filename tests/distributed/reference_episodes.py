@@ -26,12 +26,19 @@ def seed_of(spec: Spec, step: int, row: int) -> int:
     return int.from_bytes(digest, "little") // 2
 
 
+def digest_of(text: str, reward: float) -> int:
+    """By definition: of the messages and the reward, in 32 bits with a sign."""
+    messages = (("", text),) if text else ()
+    found = int.from_bytes(blake2b(repr((messages, reward)).encode(), digest_size=4).digest(), "little")
+    return found - 2**32 * (found >= 2**31)
+
+
 def samples_of(spec: Spec) -> int:
     return getattr(spec.algorithm, "samples_per_prompt", 1)
 
 
 class EpisodeSampler:
-    """Player of whole episodes."""
+    """Player of episodes."""
 
     def __init__(self, spec: Spec, sampler: Sampler) -> None:
         assert spec.environment is not None and spec.environment.path is not None
@@ -39,27 +46,53 @@ class EpisodeSampler:
         self.game = function_of(spec.environment.path)
 
     @torch.no_grad()
-    def play(self, policy: Policy, response: Response, step: int, row: int, forced: Tensor | None = None) -> None:
-        """Add an episode to a response that has none yet. ``forced`` (R,): tokens to take at ties."""
+    def play(
+        self,
+        policy: Policy,
+        response: Response,
+        step: int,
+        row: int,
+        forced: Tensor | None = None,
+        most: int | None = None,
+        is_last: bool = True,
+    ) -> int:
+        """Go on with an episode, until it ends or has ``most`` further tokens; an episode that has had its last ones
+        ends for want of room. Returns how often the policy was asked. ``forced`` (R,): tokens to take at ties."""
+        if response.episode is None:
+            self._begin(response, step, row)
+        left, asked, episode = most or self.sampler.longest, 0, response.episode
+        assert episode is not None
+        while episode.outcome == "going on" and left > 0:
+            before = len(response.tokens)
+            self._sample(policy, response, step, row, forced, left)
+            left, asked = left - len(response.tokens) + before, asked + 1
+            is_cut = is_last and left == 0
+            longest = self.settings.turn_tokens or self.sampler.longest
+            is_full = len(episode.turn) == longest or len(episode.text) == self.sampler.longest
+            if response.finished or is_full or is_cut:
+                self._reply(response, 0 if is_cut else self.sampler.longest - len(episode.text))
+        return asked
+
+    def _begin(self, response: Response, step: int, row: int) -> None:
         assert response.example is not None
-        game, response.episode = self.game(), Episode()
+        response.episode = Episode(game=self.game())
         try:
-            said = game.reset(response.example.columns, seed_of(self.spec, step, row))
+            said = response.episode.game.reset(response.example.columns, seed_of(self.spec, step, row))
         except RuntimeError:
             response.episode.outcome = "failed"
+            response.episode.digests.append(digest_of("", 0.0))
             return
+        response.episode.digests.append(digest_of(said, 0.0))
         response.prompt = response.prompt + self._ids(said)
-        for number in range(self.settings.max_turns):
-            self._sample(policy, response, step, row, forced)
-            if not self._reply(game, response, is_last=number + 1 == self.settings.max_turns):
-                break
 
-    def _sample(self, policy: Policy, response: Response, step: int, row: int, forced: Tensor | None) -> None:
-        """One turn of the policy."""
+    def _sample(
+        self, policy: Policy, response: Response, step: int, row: int, forced: Tensor | None, left: int
+    ) -> None:
+        """Up to ``left`` tokens of a turn of the policy."""
         sampler, episode = self.sampler, response.episode
         assert episode is not None
-        turn, response.finished = list[int](), False
-        longest = self.settings.turn_tokens or sampler.longest
+        turn, response.finished = episode.turn, False
+        longest = min(self.settings.turn_tokens or sampler.longest, len(turn) + left)
         while len(turn) < longest and len(episode.text) < sampler.longest and not response.finished:
             position = len(episode.text)
             scores = sampler.scores(policy.next_logits([response.prompt + episode.text])[0], position)
@@ -72,32 +105,33 @@ class EpisodeSampler:
             response.margins.append(margin)
             response.rollout_logprobs.append(float(scores.log_softmax(0)[token]))
             response.finished = sampler.finishes(turn)
-        episode.ends.append(len(response.tokens) - 1)
-        self.said = sampler.tokenizer.decode(turn[:-1] if turn[-1] in sampler.ends else turn)
 
-    def _reply(self, game: Any, response: Response, is_last: bool) -> bool:
-        """Whether a turn follows the reply."""
-        episode, longest = response.episode, self.sampler.longest
+    def _reply(self, response: Response, room: int) -> None:
+        """The reply to a turn that has ended, behind which there is ``room``."""
+        episode, turn = response.episode, response.episode.turn if response.episode else []
         assert episode is not None
+        episode.ends.append(len(response.tokens) - 1)
+        said = self.sampler.tokenizer.decode(turn[:-1] if turn[-1] in self.sampler.ends else turn)
+        episode.turn, is_last = [], len(episode.ends) == self.settings.max_turns
         try:
-            turn = game.step(self.said)
+            reply = episode.game.step(said)
         except RuntimeError:
             episode.rewards.append(math.nan)
             episode.outcome, response.finished = "failed", False
-            return False
-        episode.rewards.append(turn.reward)
-        ids = self._ids(turn.messages)
-        if turn.is_done:
+            episode.digests.append(digest_of("", 0.0))
+            return
+        episode.rewards.append(reply.reward)
+        episode.digests.append(digest_of(reply.messages, reply.reward))
+        ids = self._ids(reply.messages)
+        if reply.is_done:
             episode.outcome, response.finished = "ended", True
-        elif len(episode.text) == longest or (not is_last and len(episode.text) + len(ids) >= longest):
+        elif room == 0 or (not is_last and len(ids) >= room):
             episode.outcome, response.finished = "no room", False
         elif is_last:
             episode.outcome = "last turn"
         else:
             episode.text += ids
             response.margins += [math.inf] * len(ids)
-            return True
-        return False
 
     def _ids(self, text: str) -> list[int]:
         return self.sampler.tokenizer.encode(text, add_special_tokens=False)

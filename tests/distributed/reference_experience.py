@@ -219,7 +219,7 @@ def describe(spec: Spec, responses: list[Response], controls: Controls, terms: T
             if policy.kl.target is not None and policy.kl.target_unit == "token":
                 size = sum(sizes) / len(sizes)
                 terms.add("kl_response_mean", [mean_estimate(policy.kl, policy, response)], [size])
-    if any(response.episode for response in responses):
+    if spec.environment is not None:
         terms.add("episodes_failed_in_a_row", [float(failed_in_a_row(controls.failed, responses))])
     if not any(terms.values("episode_failed")):
         terms.leave_out("episode_failed_raise")

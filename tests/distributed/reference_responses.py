@@ -26,7 +26,8 @@ class Episode:
     """Turns of a policy, and the replies of an environment between them.
 
     ``positions``: of the sampled tokens in ``text``, ``ends``: of those that end a turn, among the sampled ones.
-    ``outcome``: why it has no further turn. ``everywhere``: log-probs and values of all tokens, by column.
+    ``outcome``: why it has no further turn. ``everywhere``: log-probs and values of all tokens, by column. ``game``:
+    the environment; ``turn``: tokens of a turn that has no reply yet; ``digests``: of its reset and replies.
     """
 
     text: list[int] = field(default_factory=list)
@@ -35,6 +36,9 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     outcome: str = "going on"
     everywhere: dict[str, list[float]] = field(default_factory=dict)
+    game: Any = None
+    turn: list[int] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -177,7 +181,7 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
     if spec.algorithm.kl is not None:
         columns["ref_logprobs"] = everywhere("ref_logprobs", [a.ref_logprobs for a in responses])
     if first.episode is not None:
-        columns |= episode_columns(responses, behind)
+        columns |= episode_columns(responses, behind, has_digests=spec.rollout.segment_tokens is not None)
     if first.greedy is not None:
         greedy = [a.greedy for a in responses if a.greedy is not None]
         own = sampled_columns(spec, greedy, pad) | score_columns(greedy, behind)
@@ -240,8 +244,13 @@ def of_tokens(response: Response, scores: list[float]) -> list[float]:
     return response.spread(scores, 0.0) if response.text or response.episode is None else [math.nan]
 
 
-def episode_columns(responses: list[Response], width: int) -> dict[str, Tensor]:
+def episode_columns(responses: list[Response], width: int, has_digests: bool) -> dict[str, Tensor]:
     episodes = [response.episode for response in responses if response.episode]
+    replied = torch.zeros(len(episodes), width + 1, dtype=torch.int32)
+    for row, episode in zip(replied, episodes, strict=True):
+        row[0] = episode.digests[0]
+        for end, digest in zip(episode.ends, episode.digests[1:], strict=True):
+            row[episode.positions[end] + 1] = digest
     ends = [[int(place in set(a.episode.ends)) for place in range(len(a.tokens))] for a in responses if a.episode]
     return {
         "turn_ends": padded([a.spread(each, 0) for a, each in zip(responses, ends, strict=True)], width, 0),
@@ -250,6 +259,7 @@ def episode_columns(responses: list[Response], width: int) -> dict[str, Tensor]:
         "turns": torch.tensor([len(episode.ends) for episode in episodes]),
         "tool_calls": torch.zeros(len(episodes)),
         "failed_tool_calls": torch.zeros(len(episodes)),
+        **({"replied": replied} if has_digests else {}),
     }
 
 
