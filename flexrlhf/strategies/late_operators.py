@@ -49,8 +49,9 @@ def _combines_on_trained(graph: Graph, placement: Placement, others: Collection[
     """Return ``graph`` with its combines on trained copies, but for ``others`` and those whose columns a model or a
     source of scores on other ranks reads."""
     operators: list[Operator] = []
-    generates = [each for each in graph.operators if each.kind == "generate" and not is_late(each, graph, placement)]
-    needed = {name for each in generates for name in each.carries}
+    # what generation and the choice of prompts read of earlier rows is written there
+    newest = [o for o in graph.operators if (o.kind == "generate" or o.takes_prompts) and not is_late(o, graph, placement)]
+    needed = {name for each in newest for name in (*each.earlier, *each.carries)}
     for operator in reversed(graph.operators):
         stays = operator.name in others or not needed.isdisjoint(operator.writes)
         if operator.kind == "combine" and operator.role in graph.trained and not stays:

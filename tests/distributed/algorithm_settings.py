@@ -205,6 +205,17 @@ ALGORITHMS: dict[str, Raw] = {
         prompts_per_step=2,
         stop=["ta", "o n", "i b", "e"],
     ),
+    # groups whose environment fails are replaced by those of a further attempt
+    "grpo-episodes-dynamic": _of(
+        "grpo",
+        {**EPISODE_SETTINGS, "steps": 3},
+        supervision="process",
+        importance={"cap": 1.1},
+        prompts_per_step=3,
+        samples_per_prompt=2,
+        stop=["ta", "o n", "i b", "e"],
+        dynamic_sampling={"rounds": 3},
+    ),
     "grpo-recomputed": _of("grpo", RECOMPUTED, num_mini_batches=1),
     "one-trunk-recomputed": _of("ac-share", RECOMPUTED),
     "grpo-rule": _of("grpo", {**_scored(LENGTH), "eval": {"pass_at": 2, "pass_score": 0.8}}, epochs=2),

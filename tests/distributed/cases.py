@@ -757,7 +757,7 @@ DEFAULT = [
     Case("grpo-segments", "co-located", 2, "deepspeed-3"),
     Case("episodes", "co-located", 2),
     Case("grpo-episodes-segments", "halves", 2, "deepspeed-3"),
-    Case("grpo-episodes", "operators-lag", 2, rollout="vllm"),
+    Case("grpo-episodes-dynamic", "operators-lag", 2, rollout="vllm"),
     Case("four-samples", "operators-two", 2),
     SWITCHED,
     Case("one-trunk-adapters", "lag-4-every-2", 2),
