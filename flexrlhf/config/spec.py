@@ -127,7 +127,7 @@ class RolloutSpec(StrictModel):
     """Argument of vLLM by which its CUDA graphs leave the device, too, while it sleeps. By itself it keeps them there.
     """
     OF_ALL: ClassVar[tuple[str, ...]] = (
-        *("engine", "logprobs", "segment_tokens", "max_segments", "groups", "special_tokens"),
+        *("engine", "logprobs", "segment_tokens", "max_segments", "groups", "order", "special_tokens"),
     )
     """Settings that every engine has."""
 
@@ -191,6 +191,12 @@ class RolloutSpec(StrictModel):
         description="of segments: wait: the responses to a prompt are trained on when the last of them has ended; "
         "as-ended: each when it ends, its advantage relative to the responses of its group that have ended by then, so "
         "that a first one alone has none",
+    )
+    order: Literal["planned", "free"] = Field(
+        "planned",
+        description="of turns with an environment (any engine): planned: the replies to a turn are awaited together, "
+        "so that a run repeats to the last bit; free: each row goes on when its reply is there, with the same tokens "
+        "but for ties, since rounding depends on which rows are decoded together",
     )
     special_tokens: Literal["keep", "skip"] = Field(
         "keep",

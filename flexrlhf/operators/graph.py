@@ -67,6 +67,7 @@ class Operator:
     is_by_row:    samples of a prompt may be missing, since they are trained on in other steps.
     is_repeated:  it runs once for each attempt of dynamic sampling, on the rows of that attempt.
     earlier:      columns that it also reads of the rows of earlier attempts.
+    is_free:      a generate with replies whose rows go on one by one, each when its reply is there.
     """
 
     KINDS: ClassVar[tuple[str, ...]] = tuple(kind for choice in get_args(GraphKind) for kind in get_args(choice))
@@ -95,6 +96,7 @@ class Operator:
     is_by_row: bool = False
     is_repeated: bool = False
     earlier: tuple[str, ...] = ()
+    is_free: bool = False
 
     @property
     def stored_columns(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from flexrlhf.config.engines import TORCH, EngineFacts
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec
-from flexrlhf.errors import SettingError, either
+from flexrlhf.errors import SettingError, UserError, either
 from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import PlacedModel
@@ -42,6 +42,7 @@ def check_operators(graph: Graph, placement: Placement, is_evaluated: bool = Fal
             _check_rollout(model.rollout, placement[model.role], is_apart=model in placement.shadows)
     _check_idle_graphs(graph, placement, is_evaluated)
     _check_recording(graph, placement)
+    _check_free_rows(graph, placement)
 
 
 def check_ring(placement: Placement) -> None:
@@ -76,6 +77,17 @@ def _check_idle_graphs(graph: Graph, placement: Placement, is_evaluated: bool) -
             raise model.refusal(
                 "cuda_graphs",
                 f"true is for roles that generate with engine torch, which {model.role} does not; {remedy}",
+            )
+
+
+def _check_free_rows(graph: Graph, placement: Placement) -> None:
+    """Raise UserError for rows that go on one by one where ranks have to call a model together."""
+    for operator in graph.operators:
+        model = placement.copy_for(operator)
+        if operator.is_free and (model.in_lockstep or len(model.layout.replica_sets[0]) > 1):
+            raise UserError(
+                f"rollout.order: free has each rank go on when its rows have replies, and the ranks of {model.name} "
+                f"compute its passes together; use planned, or whole weights on each rank"
             )
 
 

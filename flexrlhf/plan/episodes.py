@@ -37,28 +37,33 @@ def with_episodes(graph: Graph, spec: Spec) -> Graph:
     Raises UserError for algorithms and settings that have no episodes.
     """
     if spec.environment is None:
+        if spec.rollout.order == "free":
+            raise UserError(
+                "rollout.order: free has rows go on when an environment has replied, and the run has none; remove it"
+            )
         return graph
     environment = spec.environment
     _check(graph, spec, environment)
-    return replace(
-        graph,
-        operators=_with_replies(graph.operators, (*STATE, *((Column.REPLIED,) if spec.num_segments > 1 else ()))),
-        evaluation=_with_replies(graph.evaluation, STATE),
+    carried, is_free = (Column.REPLIED,) if spec.num_segments > 1 else (), spec.rollout.order == "free"
+    operators = (
+        replace(each, writes=(*each.writes, *carried), is_free=is_free) if each.has_replies else each
+        for each in _with_replies(graph.operators)
     )
+    return replace(graph, operators=tuple(operators), evaluation=_with_replies(graph.evaluation))
 
 
-def _with_replies(operators: tuple[Operator, ...], state: tuple[str, ...]) -> tuple[Operator, ...]:
-    return tuple(each for operator in operators for each in _of_episodes(operator, state))
+def _with_replies(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    return tuple(each for operator in operators for each in _of_episodes(operator))
 
 
-def _of_episodes(operator: Operator, state: tuple[str, ...]) -> tuple[Operator, ...]:
+def _of_episodes(operator: Operator) -> tuple[Operator, ...]:
     """Return an operator that plays episodes, with their statistics, or one that reads what it needs of them.
 
     A forward of the policy's log-probs has them of sampled tokens alone, as generation has; rows whose environment
     failed are not counted; functions receive turns.
     """
     if operator.samples_responses:
-        played = replace(operator, writes=(*operator.writes, *state), function=ENVIRONMENT)
+        played = replace(operator, writes=(*operator.writes, *STATE), function=ENVIRONMENT)
         return played, replace(EPISODE_STATISTICS, role=operator.role)
     if operator.kind == "forward" and not LOGPROBS.isdisjoint(operator.writes):
         return (replace(operator, reads=(*operator.reads, "response_mask")),)

@@ -77,16 +77,18 @@ class ReplySource:
         log: EpisodeLog | None,
         mailbox: Mailbox,
         seconds: float,
+        most: int = 1,
     ) -> None:
         """
         episodes:  None: they are replayed, so that no environment is called.
         log:       replies since the last checkpoint; None: the run writes none.
         mailbox:   for the replies of replicas with several ranks.
         seconds:   limit of all replies to one turn.
+        most:      calls that are awaited at the same time.
         """
         self._settings, self._episodes, self.log = settings, episodes, log
         self._mailbox, self._seconds = mailbox, seconds
-        self._threads = ThreadPoolExecutor(2, "environment")
+        self._threads = ThreadPoolExecutor(most, "environment")
         self._warn = WarnOnce("environment")
         self._counts, self._is_closed = Counter[str](), Event()
 

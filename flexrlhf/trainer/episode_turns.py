@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +16,7 @@ from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.turn_tokens import TurnTokens
-from flexrlhf.engines.base import Batch, Sampling
+from flexrlhf.engines.base import Batch, Engine, Sampling
 from flexrlhf.environments.base import EpisodeCall
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.objectives.context import Columns
@@ -27,6 +29,9 @@ from flexrlhf.trainer.episode_replies import ReplySource, Request, RowReply
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.open_rows import TOOL_CALLS, OpenRows, parts_of
 from flexrlhf.trainer.reply_times import ReplyTimes
+
+AddReplies = Callable[[Tensor, Sequence[RowReply]], None]
+"""Function that adds replies to the rows at some places."""
 
 
 class EnvironmentCaller:
@@ -54,9 +59,11 @@ class EnvironmentCaller:
 
     def play(self, run: OperatorRun, rows: OpenRows, sampling: Sampling) -> None:
         """Have ``rows`` sample and receive replies, until each has ended or has its tokens of this step."""
-        episodes = _Episodes(self, run, rows, sampling)
-        while (batch := episodes.due()) is not None:
-            episodes.receive(run.model.engine.generate(batch, sampling))
+        engine, source = run.model.engine, _Episodes(self, run, rows, sampling)
+        if run.operator.is_free:
+            engine.advance(source, sampling)
+        else:
+            Engine.advance(engine, source, sampling)
 
     def text(self, tokens: Sequence[int], sampling: Sampling) -> str:
         """Return the text of a turn, without its end token."""
@@ -70,45 +77,87 @@ class EnvironmentCaller:
 
 
 class _Episodes:
-    """Episodes of the rows of one generate, turn by turn."""
+    """Episodes of the rows of one generate, turn by turn: a source of rows for ``Engine.advance``."""
 
     def __init__(self, caller: EnvironmentCaller, run: OperatorRun, rows: OpenRows, sampling: Sampling) -> None:
         """Begin those that the step takes."""
         self._caller, self._run, self._rows, self._sampling = caller, run, rows, sampling
-        self._samples = rows.batch.samples_per_prompt
+        self._samples, self.most_rows = rows.batch.samples_per_prompt, len(rows.batch)
         self._keys = list(zip(rows.steps.tolist(), rows.taken.tolist(), strict=True))
+        self._place_of = {key: place for place, key in enumerate(self._keys)}
         self._examples = run.examples_of(rows.batch)
-        self._places = rows.batch.rows[:0]
+        # rows that an engine samples from, or that await a reply
+        self._is_busy = torch.zeros_like(rows.exists)
+        self._awaited: dict[Future[list[RowReply]], tuple[Tensor, AddReplies]] = {}
         # texts of the policy's turns, and digests of the replies, that of the reset first
         self._turns = [self._earlier_turns(place) for place in range(len(rows.batch))]
         self._replied = [self._earlier_replies(place) for place in range(len(rows.batch))]
-        self._reset()
+        new, encode = rows.is_new.nonzero().squeeze(1), caller.tokens.prompt
+        calls = [Request(self._call(place), partial(encode, self._examples[place])) for place in new.tolist()]
+        self._submit(new, calls, self._begin)
 
-    def due(self) -> Batch | None:
-        """Return the rows that have a turn; None if those of no data-parallel rank have one."""
-        self._places = self._rows.open_places
-        batch = self._rows.continued(self._places, self._caller.settings.turn_tokens)
-        return batch if self._run.has_rows(batch) else None
+    def due(self, wait: bool) -> Batch | None:
+        """Return the rows that have a turn, as of ``RowSource``. In the planned order these are all that go on, of all
+        data-parallel ranks."""
+        is_free = self._run.operator.is_free
+        self._receive_replies(FIRST_COMPLETED if is_free else ALL_COMPLETED, waits=not is_free)
+        places = self._places
+        while is_free and wait and not len(places) and self._awaited:
+            self._receive_replies(FIRST_COMPLETED, waits=True)
+            places = self._places
+        batch = self._rows.continued(places, self._caller.settings.turn_tokens)
+        if not (len(places) or self._is_busy.any() if is_free else self._run.has_rows(batch)):
+            return None
+        self._is_busy[places] = True
+        return batch
 
-    def receive(self, generated: Mapping[str, Tensor]) -> None:
-        """Add what an engine has ``generated`` of the rows that were due, and the replies to turns that have ended."""
-        rows, places = self._rows, self._places
-        rows.add(places, generated, self._run.model.version)
-        lengths, longest = rows.context.sum(1), self._caller.settings.turn_tokens
-        is_over = (rows.state["finished"] == 1) | (lengths == rows.context.shape[1])
-        is_over |= rows.has_last_segment & (rows.left == 0)
+    def receive(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
+        """Add ``columns`` that an engine has generated of ``batch``, and call for replies to turns that have ended."""
+        rows, longest = self._rows, self._caller.settings.turn_tokens
+        keys = zip(batch["noise_step"].tolist(), batch.rows.tolist(), strict=True)
+        places = torch.tensor([self._place_of[key] for key in keys], dtype=torch.int64, device=batch.rows.device)
+        self._is_busy[places] = False
+        rows.add(places, columns, self._run.model.version)
+        lengths, starts = rows.context.sum(1), rows.turn_starts
+        is_cut = rows.has_last_segment & (rows.left == 0)
+        is_over = (rows.state["finished"] == 1) | (lengths == rows.context.shape[1]) | is_cut
         if longest is not None:
-            is_over |= lengths - rows.turn_starts == longest
-        self._reply(places[is_over[places]])
+            is_over |= lengths - starts == longest
+        places = places[is_over[places]]
+        room = (rows.context.shape[1] - lengths).masked_fill(is_cut, 0)
+        found = (values[places].tolist() for values in (starts, lengths, room))
+        calls = [self._request(*each) for each in zip(places.tolist(), *found, strict=True)]
+        self._submit(places, calls, self._add)
 
-    def _reset(self) -> None:
+    @property
+    def _places(self) -> Tensor:
+        places = self._rows.open_places
+        return places[~self._is_busy[places]]
+
+    def _submit(self, places: Tensor, requests: Sequence[Request], then: AddReplies) -> None:
+        """Call for the replies to rows, all together or of each row by itself; ``then`` receives them."""
+        is_free, model, step = self._run.operator.is_free, self._run.model, self._sampling.step
+        self._is_busy[places] = True
+        size = 1 if is_free else max(1, len(places))
+        for first in range(0, len(places), size):
+            part = slice(first, first + size)
+            replies = self._caller.source.submit(requests[part], model.placed.name, model.replica, step)
+            self._awaited[replies] = places[part], then
+
+    def _receive_replies(self, condition: str, waits: bool) -> None:
+        """Receive the replies that are there. ``waits``: until ``condition`` of ``concurrent.futures.wait`` holds."""
+        done = wait_for(self._awaited, None if waits else 0, condition).done
+        for replies in [each for each in self._awaited if each in done]:
+            places, then = self._awaited.pop(replies)
+            self._is_busy[places] = False
+            then(places, replies.result())
+            for place, reply in zip(places.tolist(), replies.result(), strict=True):
+                self._replied[place].append(reply.digest)
+
+    def _begin(self, places: Tensor, replies: Sequence[RowReply]) -> None:
+        """Begin the episodes of rows by the replies to their resets."""
         rows = self._rows
-        new = rows.is_new.nonzero().squeeze(1).tolist()
-        encode = self._caller.tokens.prompt
-        replies = self._replies(
-            new, [Request(self._call(place), partial(encode, self._examples[place])) for place in new]
-        )
-        for place, reply in zip(new, replies, strict=True):
+        for place, reply in zip(places.tolist(), replies, strict=True):
             state, width = rows.state, rows.prompt
             if reply.tokens:
                 state["tokens"][place, :width], state["attention_mask"][place, :width] = self._sampling.pad_token_id, 0
@@ -121,25 +170,12 @@ class _Episodes:
             if Column.REPLIED in state:
                 state[Column.REPLIED][place, 0] = reply.digest
 
-    def _reply(self, places: Tensor) -> None:
-        """Add the replies to the last turns of the rows at ``places``."""
-        rows = self._rows
-        room = (rows.context.shape[1] - rows.context.sum(1)).masked_fill(rows.has_last_segment & (rows.left == 0), 0)
-        found = (values[places].tolist() for values in (rows.turn_starts, rows.context.sum(1), room))
-        requests = [self._request(*each) for each in zip(places.tolist(), *found, strict=True)]
-        replies = self._replies(places.tolist(), requests)
+    def _add(self, places: Tensor, replies: Sequence[RowReply]) -> None:
+        """Add the replies to the last turns of rows."""
         if self._run.model.replica.is_first:
             self._caller.times.add(self._sampling.step, [each.seconds for each in replies if each.seconds is not None])
-        columns = _columns(replies, rows.context.shape[1])
-        rows.add_replies(places, {name: values.to(places.device) for name, values in columns.items()})
-
-    def _replies(self, places: Sequence[int], requests: Sequence[Request]) -> Sequence[RowReply]:
-        model = self._run.model
-        step = self._sampling.step
-        replies = self._caller.source.submit(requests, model.placed.name, model.replica, step).result()
-        for place, reply in zip(places, replies, strict=True):
-            self._replied[place].append(reply.digest)
-        return replies
+        columns = _columns(replies, self._rows.context.shape[1])
+        self._rows.add_replies(places, {name: values.to(places.device) for name, values in columns.items()})
 
     def _request(self, place: int, start: int, length: int, room: int) -> Request:
         """Return the request for the reply to a row's turn, from ``start`` to ``length``, with ``room`` behind it."""
@@ -233,5 +269,6 @@ def make_environment_caller(
     is_replayed, count = spec.debug.replay is not None, plan.processes.by_rank().get(rank, 0)
     episodes = None if is_replayed else Episodes(settings, count, plan.batch.segments)
     mailbox = Mailbox(world, f"environments/{spec.name}", spec.timeout_seconds)
-    source = ReplySource(settings, episodes, log, mailbox, spec.timeout_seconds / 2)
+    most = plan.batch.most_rows(layout) if playing[0].is_free else 1
+    source = ReplySource(settings, episodes, log, mailbox, spec.timeout_seconds / 2, most)
     return EnvironmentCaller(settings, source, tokens, decode, ReplyTimes(plan, world))

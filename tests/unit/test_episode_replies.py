@@ -45,7 +45,9 @@ def test_ranks_of_a_replica_receive_the_replies_that_the_first_one_has() -> None
     """Also of an environment that would reply otherwise to another call; in any order, and none of them stays."""
     settings, store = EnvironmentSpec(path=f"{FILE}:Secret", processes=2), dist.HashStore()
     mailbox = Mailbox(World(0, 2, store, torch.device("cpu"), "gloo"), "environments", 30.0)
-    first, other = (ReplySource(settings, Episodes(settings, 2 - rank), None, mailbox, 30.0) for rank in range(2))
+    first, other = (
+        ReplySource(settings, Episodes(settings, 2 - rank), None, mailbox, 30.0, most=2) for rank in range(2)
+    )
     try:
         later = [other.submit(requests(turns, room), "actor", Replica(False), step=1) for turns, room in TURNS]
         for expected, (turns, room) in zip(later, TURNS, strict=True):
