@@ -205,10 +205,10 @@ ALGORITHMS: dict[str, Raw] = {
         prompts_per_step=2,
         stop=["ta", "o n", "i b", "e"],
     ),
-    # groups whose environment fails are replaced by those of a further attempt
+    # groups whose environment fails are replaced by those of a further attempt; rows wait for no other row's reply
     "grpo-episodes-dynamic": _of(
         "grpo",
-        {**EPISODE_SETTINGS, "steps": 3},
+        {**EPISODE_SETTINGS, "rollout": {"order": "free"}, "steps": 3},
         supervision="process",
         importance={"cap": 1.1},
         prompts_per_step=3,

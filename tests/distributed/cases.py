@@ -757,6 +757,7 @@ DEFAULT = [
     Case("grpo-segments", "co-located", 2, "deepspeed-3"),
     Case("episodes", "co-located", 2),
     Case("grpo-episodes-segments", "halves", 2, "deepspeed-3"),
+    Case("grpo-episodes-dynamic", "co-located", 2),
     Case("grpo-episodes-dynamic", "operators-lag", 2, rollout="vllm"),
     Case("four-samples", "operators-two", 2),
     SWITCHED,
