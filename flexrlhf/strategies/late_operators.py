@@ -50,7 +50,9 @@ def _combines_on_trained(graph: Graph, placement: Placement, others: Collection[
     source of scores on other ranks reads."""
     operators: list[Operator] = []
     # what generation and the choice of prompts read of earlier rows is written there
-    newest = [o for o in graph.operators if (o.kind == "generate" or o.takes_prompts) and not is_late(o, graph, placement)]
+    newest = [
+        o for o in graph.operators if (o.kind == "generate" or o.takes_prompts) and not is_late(o, graph, placement)
+    ]
     needed = {name for each in newest for name in (*each.earlier, *each.carries)}
     for operator in reversed(graph.operators):
         stays = operator.name in others or not needed.isdisjoint(operator.writes)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from hashlib import blake2b
-from typing import Any
 
 import torch
 from reference_models import Policy

@@ -53,14 +53,21 @@ def test_moves_and_syncs_send_the_planned_bytes(launches: Launches, case: Case) 
 
 @pytest.mark.parametrize("case", [pytest.param(each, id=each.name) for each in DEFAULT if "episodes" in each.setting])
 def test_columns_of_episodes_take_the_planned_bytes(launches: Launches, case: Case) -> None:
-    """Twice as many as responses, however many turns there are; a guard compares log-probs in step 0 in addition."""
+    """As many as of responses, however many turns there are; a guard compares log-probs in step 0 in addition.
+
+    Where a step does not train on all rows that it has, outcomes and the guard's columns are of those that it does.
+    """
     plan, found = launches.outcome(case).plan, launches.outcome(case).trace["otherData"]["row_bytes"]
     compared = sum(map(plan.lengths.row_bytes, ("rollout_logprobs", "response_mask")))
     for rank, held in found.items():
-        planned = plan.row_bytes_in_flight(int(rank))
+        planned = plan.row_bytes(int(rank), plan.num_steps_kept + 1)
         mine = [model.layout for model in plan.placement.on_rank(int(rank)) if model.role == "actor"]
         rows = max((len(plan.batch.prompts_on(each, int(rank), plan.batch.mini_batches)) for each in mine), default=0)
-        assert held - planned in (0, rows * plan.batch.samples_per_prompt * compared), (rank, held, planned)
+        guarded = rows * plan.batch.samples_per_prompt * compared
+        if plan.batch.segments == plan.batch.attempts == 1:
+            assert held - planned in (0, guarded), (rank, held, planned)
+        else:
+            assert -rows * plan.batch.samples_per_prompt <= held - planned <= guarded, (rank, held, planned)
 
 
 @pytest.mark.parametrize("case", CASES)
