@@ -55,7 +55,7 @@ def test_moves_and_syncs_send_the_planned_bytes(launches: Launches, case: Case) 
 def test_columns_of_episodes_take_the_planned_bytes(launches: Launches, case: Case) -> None:
     """As many as of responses, however many turns there are; a guard compares log-probs in step 0 in addition.
 
-    Where a step does not train on all rows that it has, outcomes and the guard's columns are of those that it does.
+    At most as many where a step does not train on all rows that it has: of the others there are no outcomes.
     """
     plan, found = launches.outcome(case).plan, launches.outcome(case).trace["otherData"]["row_bytes"]
     compared = sum(map(plan.lengths.row_bytes, ("rollout_logprobs", "response_mask")))
@@ -67,7 +67,7 @@ def test_columns_of_episodes_take_the_planned_bytes(launches: Launches, case: Ca
         if plan.batch.segments == plan.batch.attempts == 1:
             assert held - planned in (0, guarded), (rank, held, planned)
         else:
-            assert -rows * plan.batch.samples_per_prompt <= held - planned <= guarded, (rank, held, planned)
+            assert held <= planned + guarded, (rank, held, planned)
 
 
 @pytest.mark.parametrize("case", CASES)
