@@ -375,14 +375,14 @@ class Reference:
             self.greedy_sampler.extend(self.old_actor, greedy, most)
             self.requests = len(sampled) + len(greedy)
         else:
-            asked = (
+            calls = (
                 self.episodes.play(
                     *(self.old_actor, each.response, each.step, each.row, each.forced, most),
                     is_last=step - each.step == self.segments - 1,
                 )
                 for each in sampled
             )
-            self.requests = sum(asked)
+            self.requests = sum(calls)
         for (of_step, number), group in list(self.under_way.items()):
             for response in group:
                 response.versions += [self.version(step)] * (len(response.tokens) - len(response.versions))

@@ -56,21 +56,21 @@ class EpisodeSampler:
         is_last: bool = True,
     ) -> int:
         """Go on with an episode, until it ends or has ``most`` further tokens; an episode that has had its last ones
-        ends for want of room. Returns how often the policy was asked. ``forced`` (R,): tokens to take at ties."""
+        ends for want of room. Returns how often the policy was called. ``forced`` (R,): tokens to take at ties."""
         if response.episode is None:
             self._begin(response, step, row)
-        left, asked, episode = most or self.sampler.longest, 0, response.episode
+        left, calls, episode = most or self.sampler.longest, 0, response.episode
         assert episode is not None
         while episode.outcome == "going on" and left > 0:
             before = len(response.tokens)
             self._sample(policy, response, step, row, forced, left)
-            left, asked = left - len(response.tokens) + before, asked + 1
+            left, calls = left - len(response.tokens) + before, calls + 1
             is_cut = is_last and left == 0
             longest = self.settings.turn_tokens or self.sampler.longest
             is_full = len(episode.turn) == longest or len(episode.text) == self.sampler.longest
             if response.finished or is_full or is_cut:
                 self._reply(response, 0 if is_cut else self.sampler.longest - len(episode.text))
-        return asked
+        return calls
 
     def _begin(self, response: Response, step: int, row: int) -> None:
         assert response.example is not None
