@@ -205,7 +205,7 @@ ALGORITHMS: dict[str, Raw] = {
         prompts_per_step=2,
         stop=["ta", "o n", "i b", "e"],
     ),
-    # groups whose environment fails are replaced by those of a further attempt; rows wait for no other row's reply
+    # groups whose environment fails are replaced in a further attempt; rows wait for no other row's reply
     "grpo-episodes-dynamic": _of(
         "grpo",
         {**EPISODE_SETTINGS, "rollout": {"order": "free"}, "steps": 3},
