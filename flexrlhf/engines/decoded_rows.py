@@ -108,7 +108,8 @@ class DueRows:
     """
 
     def __init__(self, batch: Batch, sampling: Sampling, longest: int, first: int = 0) -> None:
-        self.batch, self.first, self._step = batch, first, sampling.step
+        self.batch, self.first = batch, first
+        self._steps = batch.columns.get("noise_step", torch.full_like(batch.rows, sampling.step))
         prompts, mask = batch["prompts"], batch["prompt_mask"]
         self._given = torch.zeros_like(batch.rows)
         if "responses" in batch.columns:
@@ -139,8 +140,9 @@ class DueRows:
         if shares and self.batch.samples_per_prompt > 1:
             _, contexts = torch.stack([self.tokens, self.mask], 1).unique(dim=0, return_inverse=True)
         order = lengths.argsort(descending=True, stable=True)
-        rows = torch.stack([numbers, lengths, self.limits, contexts], 1)[order].tolist()
-        return [WaitingRow(self, *row) for row in rows if row[2] > 0]
+        columns = [numbers, lengths, self.limits, contexts, self.batch.rows, self._steps]
+        rows = [WaitingRow(self, *row) for row in torch.stack(columns, 1)[order].tolist()]
+        return [row for row in rows if row.limit > 0]
 
     def texts(self, index: Tensor) -> Tensor:
         """Return the contexts (k, w) of the rows at ``index`` (k,), padded behind."""
@@ -150,12 +152,12 @@ class DueRows:
 
     def live(self, index: Tensor, width: int) -> LiveRows:
         """Return the rows at ``index`` (k,) before their first new token, with space for ``width`` of them."""
-        steps, given, limits = self.batch.columns.get("noise_step"), self._given[index], self.limits[index]
+        given, limits = self._given[index], self.limits[index]
         none = torch.zeros_like(index, dtype=torch.bool)
         return LiveRows(
             places=index + self.first,
             rows=self.batch.rows[index],
-            steps=torch.full_like(index, self._step) if steps is None else steps[index],
+            steps=self._steps[index],
             first=given,
             begins=self.batch["prompts"].shape[1] + given - self.mask[index].sum(1),
             limits=limits,
@@ -176,6 +178,8 @@ class WaitingRow(NamedTuple):
     length:   tokens of its context.
     limit:    new tokens at most.
     context:  number of its context among the different ones of the batch.
+    row:      its number.
+    step:     of its noise.
     """
 
     due: DueRows
@@ -183,3 +187,5 @@ class WaitingRow(NamedTuple):
     length: int
     limit: int
     context: int
+    row: int
+    step: int

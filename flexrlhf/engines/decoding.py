@@ -117,7 +117,8 @@ class Decoding:
             size, columns = len(waiting), max((row.length + row.limit for row in waiting), default=0)
         else:
             size, columns = source.most_rows, self._text_width
-        slots = Slots(self._model, min(num_rows, size), columns, self._settings, device, self._routers)
+        keeps, size = source is not None, min(num_rows, size)
+        slots = Slots(self._model, size, columns, self._settings, device, self._routers, keeps)
         live, placed, last, step = self._live(self._first, self._first.limits[:0]), list[WaitingRow](), list[int](), 0
         looks = True
         while waiting or placed or source is not None:
@@ -136,9 +137,8 @@ class Decoding:
                         row.context: slot for slot, row in reversed(list(enumerate(placed + rows))) if row.due is due
                     }
                     index = torch.tensor([row.place for row in rows], device=device)
-                    yield from slots.add(
-                        due.texts(index), [row.length for row in rows], [holders[row.context] for row in rows]
-                    )
+                    lengths, sources = [row.length for row in rows], [holders[row.context] for row in rows]
+                    yield from slots.add(due.texts(index), lengths, sources, [(row.row, row.step) for row in rows])
                     live, placed = live.joined(self._live(due, index)), placed + rows
                     last += [step + row.limit for row in rows]
             if not placed:

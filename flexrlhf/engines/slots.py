@@ -4,6 +4,9 @@ The tokens of a row are in the first columns of its slot, so rows of any lengths
 row copies nothing of the others. Live rows are in the first slots: a row that ends leaves its slot to the last one.
 Passes have as many rows as a few sizes allow, since kernels compute 9 rows as long as 16.
 
+A row that may go on leaves its keys and values in its slot, behind the live ones, until another row needs it: when the
+row comes again, a pass reads what its context has in addition.
+
 Of a prompt, a pass of its own reads all tokens but the last (prefill); the last one is read with the other rows' newest
 tokens. Attention over slots takes no mask where all rows have the same length, and keys and values are not repeated
 for the heads that share them, but of prompts on GPUs without flash attention.
@@ -11,7 +14,7 @@ for the heads that share them, but of prompts on GPUs without flash attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -44,26 +47,31 @@ def rows_of_pass(live: int, slots: int) -> int:
 class SlotCache(Cache):
     """Keys and values of all layers, (slots, heads, columns, features) each.
 
-    A pass writes its tokens to ``slots`` (m,), from column 0 on, or one token of each of the first slots to ``columns``
-    (m,); attention then reads the first ``width`` columns.
+    A pass writes its tokens to ``slots`` (m,), from column 0 on, or to ``columns`` (m, tokens) of them; attention then
+    reads the first ``width`` columns.
+
+    texts:  int64 (slots, columns), tokens whose keys and values are there; None: they are not noted.
     """
 
-    def __init__(self, slots: int, columns: int) -> None:
+    def __init__(self, slots: int, columns: int, texts: Tensor | None) -> None:
         super().__init__(layers=[])
-        self.size, self.columns = slots, columns
+        self.size, self.columns, self.texts = slots, columns, texts
         self._layers: list[tuple[Tensor, Tensor]] = []
         self._experts: Tensor | None = None
-        self._slots: Tensor | None = None
-        self._column: Tensor | None = None
+        self._slots = torch.zeros(0, dtype=torch.int64)
+        self._written: Tensor | None = None
+        self._read: slice | Tensor = slice(0)
         self._width = 0
 
     def write_prompts(self, slots: Tensor) -> None:
         """Let the next pass write whole sequences to ``slots`` (m,); they attend to themselves."""
-        self._slots, self._column = slots, None
+        self._slots, self._written = slots, None
 
-    def write_tokens(self, slots: Tensor, columns: Tensor, width: int) -> None:
-        """Let the next pass write one token of each of the first slots ``slots`` (m,) to ``columns`` (m,)."""
-        self._slots, self._column, self._width = slots, columns, width
+    def write_tokens(self, slots: Tensor | None, columns: Tensor, width: int) -> None:
+        """Let the next pass write to ``columns`` (m, tokens) of ``slots`` (m,); None: of the first ones."""
+        self._written, self._width = columns, width
+        self._slots = torch.arange(len(columns), device=columns.device) if slots is None else slots
+        self._read = slice(len(columns)) if slots is None else slots
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -72,23 +80,23 @@ class SlotCache(Cache):
         if layer_idx == len(self._layers):
             self._layers.append((self._space(key_states), self._space(value_states)))
         pair = self._layers[layer_idx]
-        if self._column is None:
+        if self._written is None:
             for space, new in zip(pair, (key_states, value_states), strict=True):
                 space[self._slots, :, : new.shape[2]] = new
             return key_states, value_states
         for space, new in zip(pair, (key_states, value_states), strict=True):
-            space[self._slots, :, self._column] = new[:, :, 0]
-        keys, values = (space[: len(self._column), :, : self._width] for space in pair)
+            space[self._slots[:, None], :, self._written] = new.transpose(1, 2)
+        keys, values = (space[self._read, :, : self._width] for space in pair)
         return keys, values
 
     def write_experts(self, experts: Tensor) -> None:
         """Write the experts (m, tokens, layers, k) of the tokens of the last pass."""
         if self._experts is None:
             self._experts = experts.new_zeros(self.size, self.columns, *experts.shape[2:])
-        if self._column is None:
+        if self._written is None:
             self._experts[self._slots, : experts.shape[1]] = experts
         else:
-            self._experts[self._slots, self._column] = experts[:, 0]
+            self._experts[self._slots[:, None], self._written] = experts
 
     def experts(self, slots: Tensor) -> Tensor:
         """Return the experts (m, columns, layers, k) of the tokens in ``slots`` (m,)."""
@@ -100,9 +108,11 @@ class SlotCache(Cache):
         return like.new_zeros(self.size, like.shape[1], self.columns, like.shape[3])
 
     def copy_slots(self, sources: Tensor, targets: Tensor, columns: int) -> None:
-        """Copy the first ``columns`` of the slots ``sources`` (m,) to ``targets`` (m,)."""
+        """Copy the first ``columns`` of the slots ``sources`` (m,) to ``targets`` (m,), all at once."""
         for space in chain.from_iterable(self._layers):
             space[targets, :, :columns] = space[sources, :, :columns]
+        if self.texts is not None:
+            self.texts[targets, :columns] = self.texts[sources, :columns]
         if self._experts is not None:
             self._experts[targets, :columns] = self._experts[sources, :columns]
 
@@ -112,6 +122,7 @@ class Slots:
 
     settings: by which passes are laid out.
     routers:  of the model, whose experts are recorded; None: none are.
+    keeps:    whether rows that were removed keep their slots as long as no other row needs them.
     lengths:  tokens in the cache of each live row, as the host counts them.
     """
 
@@ -123,44 +134,104 @@ class Slots:
         settings: PassSettings,
         device: torch.device,
         routers: Routers | None = None,
+        keeps: bool = False,
     ) -> None:
         self._model, self._budget, self._dtype = model, settings.budget, settings.dtype
         self._routers = routers
         self._device = device
         # kernels would copy a mask of any other width
-        self._cache = SlotCache(size, -(-columns // 8) * 8)
+        columns = -(-columns // 8) * 8
+        texts = torch.zeros(size, columns, dtype=torch.int64, device=device) if keeps else None
+        self._cache = SlotCache(size, columns, texts)
         self.size, self.lengths = size, list[int]()
+        # of live rows, and of rows that have left: the slot, and the tokens in its cache
+        self._keys, self._kept = list[Hashable](), dict[Hashable, tuple[int, int]]()
         self._tokens = self._positions = torch.zeros(0, dtype=torch.int64, device=self._device)
         # inputs of passes, at the same addresses in all of them
         self._tokens_read, self._columns = torch.zeros(2, size, dtype=torch.int64, device=self._device)
         self._graphs = DecodingGraphs() if settings.graphs else None
 
-    def add(self, tokens: Tensor, lengths: Sequence[int], sources: Sequence[int]) -> Iterator[bool]:
+    def add(
+        self, tokens: Tensor, lengths: Sequence[int], sources: Sequence[int], keys: Sequence[Hashable]
+    ) -> Iterator[bool]:
         """Put prompts into the next free slots; yield True before each model call.
 
         tokens:   int64 (m, w), padded behind their ends.
         lengths:  tokens of each prompt.
         sources:  the slot whose row has the same prompt, its own slot if none before it has.
+        keys:     of the rows; one that was removed has the same key when it comes again.
         """
         first, read = len(self.lengths), [length - 1 for length in lengths]
+        begun = self._begun(tokens, read, keys)
         new = [index for index, source in enumerate(sources) if source == first + index and read[index]]
-        units = tuple((TextGroup(read[index], (0,)),) for index in new)
-        for part in PackedPass.all_of(units, self._budget, together=False):
-            yield True
-            self._read([new[unit] for unit in part.units], first, tokens, read)
+        for is_begun in (False, True):
+            rows = [index for index in new if (begun[index] > 0) == is_begun and begun[index] < read[index]]
+            units = tuple((TextGroup(read[index] - begun[index], (0,)),) for index in rows)
+            # a mask of a pass that continues is as large as one over a row of the budget's tokens
+            budget = min(self._budget, 1 + self._budget**2 // self._cache.columns) if is_begun else self._budget
+            for part in PackedPass.all_of(units, budget, together=False):
+                yield True
+                self._read([rows[unit] for unit in part.units], first, tokens, begun, read)
         copied = [index for index, source in enumerate(sources) if source != first + index and read[index]]
         if copied:
             held, empty = self._indices([[sources[index] for index in copied], [first + index for index in copied]])
             self._cache.copy_slots(held, empty, max(read[index] for index in copied))
         self.lengths.extend(read)
+        self._keys.extend(keys)
+        if self._cache.texts is not None:
+            self._cache.texts[first : len(self.lengths), : tokens.shape[1]] = tokens
         at = self._indices(read)
         self._positions = torch.cat([self._positions, at])
         self._tokens = torch.cat([self._tokens, tokens.gather(1, at[:, None]).squeeze(1)])
 
-    def _read(self, prompts: list[int], first: int, tokens: Tensor, lengths: Sequence[int]) -> None:
-        index, width = self._indices(prompts), max(lengths[prompt] for prompt in prompts)
-        self._cache.write_prompts(index + first)
-        self._call(tokens[index, :width], torch.arange(width, device=self._device).expand(len(index), -1), None)
+    def _begun(self, tokens: Tensor, read: Sequence[int], keys: Sequence[Hashable]) -> list[int]:
+        """Let rows that come again have their keys and values in the next free slots; return how many tokens of each.
+
+        Rows that are kept there move to other slots, of which the ones that left last have some.
+        """
+        first, texts = len(self.lengths), self._cache.texts
+        found = {index: self._kept.pop(key) for index, key in enumerate(keys) if key in self._kept}
+        targets, kept = range(first, first + len(keys)), [*self._kept.items()]
+        self._kept = dict(kept[max(0, len(kept) - (self.size - targets.stop)) :])
+        taken = {slot for slot, _ in self._kept.values()}
+        free = [slot for slot in range(targets.stop, self.size) if slot not in taken]
+        moves = {targets[index]: slot for index, (slot, _) in found.items()}
+        longest = max((length for _, length in (*found.values(), *self._kept.values())), default=0)
+        for key, (slot, length) in self._kept.items():
+            if slot in targets:
+                self._kept[key] = free.pop(), length
+                moves[self._kept[key][0]] = slot
+        moves = {target: source for target, source in moves.items() if target != source}
+        if moves:
+            empty, held = self._indices([list(moves), list(moves.values())])
+            self._cache.copy_slots(held, empty, longest)
+        begun = [0] * len(keys)
+        if found and texts is not None:
+            index, lengths = self._indices([[*found], [length for _, length in found.values()]])
+            width = min(longest, tokens.shape[1])
+            inside = torch.arange(width, device=self._device) < lengths[:, None]
+            same = (texts[index + first, :width] == tokens[index, :width]) & inside
+            for row, count in zip(found, same.long().cumprod(1).sum(1).tolist(), strict=True):
+                begun[row] = min(count, read[row])
+        return begun
+
+    def _read(
+        self, prompts: list[int], first: int, tokens: Tensor, begun: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Read tokens of ``prompts`` from ``begun`` on, of all or of none of them 0."""
+        index, width = self._indices(prompts), max(lengths[prompt] - begun[prompt] for prompt in prompts)
+        columns = torch.arange(width, device=self._device).expand(len(index), -1)
+        if not begun[prompts[0]]:
+            self._cache.write_prompts(index + first)
+            self._call(tokens[index, :width], columns, None)
+            return
+        columns = columns + self._indices([begun[prompt] for prompt in prompts])[:, None]
+        new = tokens[index].gather(1, columns.clamp(max=tokens.shape[1] - 1))
+        # padding is behind all tokens, and overwritten before it is read
+        columns = columns.clamp(max=self._cache.columns - 1)
+        reach = self._width(max(lengths[prompt] for prompt in prompts) - 1)
+        self._cache.write_tokens(index + first, columns, reach)
+        self._call(new, columns, self._mask(columns, reach))
 
     def _indices(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
@@ -169,27 +240,35 @@ class Slots:
         """Run the model on the newest token of every live row; return the logits (m, vocabulary) of the next one."""
         live, longest = len(self.lengths), min(max(self.lengths), self._cache.columns - 1)
         self._tokens_read[:live], self._columns[:live] = self._tokens, self._positions
+        if self._cache.texts is not None:
+            # slots of a pass without a live row are written as well: in a column that no kept row uses
+            self._columns[live:] = self._cache.columns - 1
+            at = self._columns.clamp(max=self._cache.columns - 1)
+            self._cache.texts.scatter_(1, at[:, None], self._tokens_read[:, None])
         rows = rows_of_pass(live, self.size)
         if self._graphs is not None:
             rows = min(1 << (live - 1).bit_length(), self.size)
             return self._graphs.logits(self._decode, rows, self._width(longest, GRAPH_COLUMNS))[:live]
         if rows == live and min(self.lengths) == longest:
             return self._decode(rows, longest + 1, masks=False)
-        return self._decode(rows, self._width(longest, 8 if self._device.type == "cpu" else 64))[:live]
+        return self._decode(rows, self._width(longest))[:live]
 
-    def _width(self, longest: int, multiple: int) -> int:
+    def _width(self, longest: int, multiple: int | None = None) -> int:
         """Return the columns that attention reads; on a GPU each number of them has kernels of its own."""
+        multiple = multiple or (8 if self._device.type == "cpu" else 64)
         return min(-(-(longest + 1) // multiple) * multiple, self._cache.columns)
 
     def _decode(self, rows: int, width: int, masks: bool = True) -> Tensor:
         """Return the logits of the first ``rows`` slots, live or not, with attention to ``width`` columns."""
         # an ended row may go on for a few tokens
-        columns, mask = self._columns[:rows].clamp(max=self._cache.columns - 1), None
-        if masks:
-            behind = torch.arange(width, device=self._device) > columns[:, None]
-            mask = torch.zeros_like(behind, dtype=self._dtype).masked_fill_(behind, -torch.inf)[:, None, None]
-        self._cache.write_tokens(torch.arange(rows, device=self._device), columns, width)
-        return self._call(self._tokens_read[:rows, None], columns[:, None], mask)
+        columns = self._columns[:rows, None].clamp(max=self._cache.columns - 1)
+        self._cache.write_tokens(None, columns, width)
+        return self._call(self._tokens_read[:rows, None], columns, self._mask(columns, width) if masks else None)
+
+    def _mask(self, columns: Tensor, width: int) -> Tensor:
+        """Return the mask (m, 1, tokens, width) of tokens in ``columns`` (m, tokens), which attend to all before."""
+        behind = torch.arange(width, device=self._device) > columns[:, :, None]
+        return torch.zeros_like(behind, dtype=self._dtype).masked_fill_(behind, -torch.inf)[:, None]
 
     def append(self, tokens: Tensor) -> None:
         """Give every live row its next token (m,)."""
@@ -209,12 +288,19 @@ class Slots:
             moved = left[-len(holes) :]
             for hole, slot in zip(holes, moved, strict=True):
                 order[hole] = slot
-            longest = min(max(self.lengths[slot] for slot in moved), self._cache.columns)
-            held, empty = self._indices([moved, holes])
+            # rows that are kept change places with live ones
+            sources, targets = (moved, holes) if self._cache.texts is None else (moved + holes, holes + moved)
+            longest = min(max(self.lengths[slot] for slot in sources), self._cache.columns)
+            held, empty = self._indices([sources, targets])
             self._cache.copy_slots(held, empty, longest)
+        if self._cache.texts is not None:
+            places = dict(zip(holes, left[-len(holes) :], strict=True)) if holes else {}
+            for slot in (slot for slot, has_ended in enumerate(ended) if has_ended):
+                kept = places.get(slot, slot), min(self.lengths[slot], self._cache.columns - 1)
+                self._kept[self._keys[slot]] = kept
         index = self._indices(order)
         self._tokens, self._positions = self._tokens[index], self._positions[index]
-        self.lengths = [self.lengths[slot] for slot in order]
+        self.lengths, self._keys = [self.lengths[slot] for slot in order], [self._keys[slot] for slot in order]
         return order
 
     def _call(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
@@ -256,10 +342,13 @@ def _attend(
         folded = query.reshape(rows, key.shape[1], shared, features)
         out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
         return out.reshape(rows, 1, heads, -1), None
-    if shared > 1 and query.is_cuda and not has_flash(query):
+    if shared > 1 and query.is_cuda and not (attention_mask is None and has_flash(query)):
         # of torch's fused kernels flash attention alone takes grouped heads, and without one all scores are stored
         key, value, shared = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1), 1
-    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared > 1)
+    is_causal, grouped = attention_mask is None, shared > 1
+    out = scaled_dot_product_attention(
+        query, key, value, attention_mask, is_causal=is_causal, scale=scaling, enable_gqa=grouped
+    )
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -9,9 +9,12 @@ import pytest
 from scripted_rows import ScriptedRows, random_delays
 from small_models import TINY, engine_for, placed
 from test_carried_rows import prompts_of
-from test_decoding import SAMPLINGS, assert_same, calls_of
+from test_decoding import PLAIN, SAMPLINGS, assert_same
+from torch import Tensor
 
+from flexrlhf.engines import decoding
 from flexrlhf.engines.base import Engine
+from flexrlhf.engines.slots import Slots
 from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import Lengths
 
@@ -43,38 +46,61 @@ def source(name: str, seed: int, longest: int = 9) -> ScriptedRows:
     [("slots", "plain"), ("slots", "greedy and least"), ("slots", "stop"), ("slots", "all"), ("waves", "all")]
     + [("experts in slots", "plain")],
 )
-def test_rows_have_the_same_tokens_in_any_order_of_replies(kind: str, name: str) -> None:
-    """As in rounds, in which each turn waits for the slowest reply; also with fewer slots than rows."""
+def test_rows_have_the_same_tokens_in_any_order_of_replies(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in rounds, in which each turn waits for the slowest reply; also with fewer slots than rows, and with several
+    tokens between two looks."""
     expected = source(name, 0, longest=0)
     Engine.advance(engine_with(100, **MODELS[kind]), expected, SAMPLINGS[name])
     columns = expected.columns()
     assert len(expected.batches) == TURNS and columns["sampled"].sum(1).unique().numel() > 3
     assert ("experts" in columns) == ("experts" in kind)
-    for seed, rows_together in enumerate((100, 100, 5, 1)):
+    for seed, (rows_together, between) in enumerate(((100, 1), (100, 3), (5, 1), (5, 3), (1, 1))):
+        monkeypatch.setattr(decoding, "tokens_between_looks", lambda device, between=between: between)
         engine, made = engine_with(rows_together, **MODELS[kind]), source(name, seed)
         engine.advance(made, SAMPLINGS[name])
         assert not made.out and engine.num_requests == sum(made.batches)
         assert_same(made.columns(), columns)
 
 
-def test_other_rows_go_on_while_a_slow_one_is_decoded() -> None:
-    """So decoding takes as many passes as the longest row, in rounds as the longest turns."""
-    never = replace(SAMPLINGS["plain"], eos_token_ids=(10**6,))
-    batch, engine = prompts_of(0, 6), engine_with(100)
-    slow = batch.rows[3].item()
+@pytest.mark.parametrize("between", [1, 3])
+def test_a_turn_reads_the_reply_alone(between: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if other rows had its slot meanwhile, or the row was decoded on behind its end."""
+    monkeypatch.setattr(decoding, "tokens_between_looks", lambda device: between)
+    counts, read = list[int](), Slots._read
 
-    def rows() -> ScriptedRows:
-        return ScriptedRows(batch, never, LENGTHS.response, TURNS, lambda row, turn: 0, limit)
+    def counted(slots: Slots, rows: list[int], first: int, tokens: Tensor, begun: list[int], ends: list[int]) -> None:
+        counts.append(sum(ends[row] - begun[row] for row in rows))
+        read(slots, rows, first, tokens, begun, ends)
+
+    monkeypatch.setattr(Slots, "_read", counted)
+    batch, delay = prompts_of(0, 6, 2), random_delays(5, 9)
+    made = ScriptedRows(batch, PLAIN, LENGTHS.response, TURNS, lambda row, turn: turn and delay(row, turn), short)
+    engine_with(100).advance(made, PLAIN)
+    prompts = int((batch["prompt_mask"][::2].sum(1) - 1).sum())
+    replies = sum(state.sampled.count(0) for state in made.rows.values())
+    assert replies > 20
+    # behind an end it has read the end, and perhaps tokens of the reply
+    assert sum(counts) == prompts + replies if between == 1 else prompts < sum(counts) <= prompts + replies
+
+
+def test_other_rows_go_on_while_a_slow_one_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So decoding takes as many passes as the longest row, in rounds as the longest turns."""
+    never = replace(PLAIN, eos_token_ids=(10**6,))
+    batch, engine = prompts_of(0, 6), engine_with(100)
+    slow, passes, next_logits = batch.rows[3].item(), list[int](), Slots.next_logits
+    monkeypatch.setattr(Slots, "next_logits", lambda slots: passes.append(len(slots.lengths)) or next_logits(slots))
 
     def limit(row: int, turn: int) -> int:
         return 20 if row == slow and turn == 0 else 2
 
-    made, in_rounds = rows(), rows()
-    with calls_of(engine._model) as calls:
-        engine.advance(made, never)
-    with calls_of(engine._model) as calls_in_rounds:
-        Engine.advance(engine, in_rounds, never)
-    assert_same(made.columns(), in_rounds.columns())
-    passes, passes_in_rounds = (sum(width == 1 for _, width in each) for each in (calls, calls_in_rounds))
-    longest = int(made.columns()["sampled"].sum(1).max())
-    assert passes == longest and passes_in_rounds == 20 + 2 * (TURNS - 1) > passes
+    found = []
+    for advance in (TorchEngine.advance, Engine.advance):
+        rows = ScriptedRows(batch, never, LENGTHS.response, TURNS, lambda row, turn: 0, limit)
+        passes.clear()
+        advance(engine, rows, never)
+        found.append((rows.columns(), len(passes)))
+    (columns, one_by_one), (expected, in_rounds) = found
+    assert_same(columns, expected)
+    assert one_by_one == int(columns["sampled"].sum(1).max()) < in_rounds == 20 + 2 * (TURNS - 1)
