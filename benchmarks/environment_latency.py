@@ -1,10 +1,10 @@
-"""Predicted and measured step time with slow environments, in few and in many processes.
+"""Predicted and measured step time with slow environments, in rounds and with rows that go on by themselves.
 
     flexrlhf run                                # once: trains the quick start's model
     python benchmarks/environment_latency.py    # in the same directory; about ten minutes
 
 One rank generates and one trains, on the batch before. Measures the machine and each environment, as ``flexrlhf
-profile`` does, simulates all runs and has ``advise`` choose processes; only then runs each of them once, in turns.
+profile`` does, simulates all runs and has ``advise`` compare orders; only then runs each of them once, in turns.
 Compare on a machine with nothing else to do.
 """
 
@@ -22,7 +22,7 @@ from statistics import median
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.advice.advise import advise
-from flexrlhf.guideline.advice.waiting import least_waiting
+from flexrlhf.guideline.advice.waiting import ORDERS, least_waiting
 from flexrlhf.guideline.costs.measured import MeasuredCosts, slowdown
 from flexrlhf.guideline.costs.measurements import Measurements, read_measurements
 from flexrlhf.guideline.simulation.inputs import TextLengths, lengths_in_data
@@ -33,8 +33,6 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.text import table
 
 TURNS, TOKENS = 12, 2
-FACTORS = (1, 2, 4)
-"""Of the processes."""
 CONFIG = f"""
 name: waiting
 algorithm: {{name: grpo, prompts_per_step: 128, samples_per_prompt: 4, num_mini_batches: 4, kl: null}}
@@ -55,13 +53,13 @@ placement: [0.5, 0.5]
 schedule: {{lag: 1}}
 """
 MARGIN = 0.1
-"""Difference of predictions below which the fewer processes are chosen."""
+"""Difference of predictions below which the order stays."""
 
 
-def changes(seconds: float, processes: int, steps: int) -> tuple[str, ...]:
-    name = f"waiting-{seconds:g}-{processes}"
+def changes(seconds: float, order: str, steps: int) -> tuple[str, ...]:
+    name = f"waiting-{seconds:g}-{order}"
     options = f"environment.options={{seconds: {seconds}}}"
-    return (f"name={name}", options, f"environment.processes={processes}", f"steps={steps}")
+    return (f"name={name}", options, f"rollout.order={order}", f"steps={steps}")
 
 
 def command(*words: str) -> None:
@@ -86,10 +84,11 @@ def costs_of(measured: Measurements, plan: Plan) -> MeasuredCosts:
 
 
 def advised(spec: Spec, costs: MeasuredCosts, lengths: TextLengths) -> str:
-    """Return the processes that ``advise`` proposes, and how much faster it says they are."""
+    """Return the faster order of rows, and by how much, as ``advise`` prints it."""
     found = advise(spec, costs, lengths, seconds_limit=2.0, margin=MARGIN).waiting
-    best = least_waiting(found, MARGIN)
-    return f"{best.processes}, {found[0].seconds / best.seconds:.2f} x"
+    own = [each for each in found if each.processes == found[0].processes]
+    best = least_waiting(own, MARGIN)
+    return f"{best.order}, {own[0].seconds / best.seconds:.2f} x"
 
 
 def measured_seconds(name: str) -> float:
@@ -110,28 +109,27 @@ def main() -> None:
     )
     options = parser.parse_args()
     config, profile = Path("runs/waiting.yaml"), Path("runs/waiting-profile.json")
-    name, processes = ("SlowService", 1) if options.service else ("Slow", 16)
+    name, processes = ("SlowService", 4) if options.service else ("Slow", 32)
     config.write_text(CONFIG.replace("CLASS", name).replace("PROCESSES", str(processes)))
     command("profile", str(config), *settings("environment.options={seconds: 0}"), "-o", str(profile))
-    counts = [factor * processes for factor in FACTORS]
-    report(config, read_measurements(profile), options.seconds, counts, options.steps)
+    report(config, read_measurements(profile), options.seconds, options.steps)
 
 
-def report(config: Path, measured: Measurements, latencies: Sequence[float], counts: Sequence[int], steps: int) -> None:
-    """Print a table of the seconds of a step by the time of a reply and by the processes ``counts``."""
-    columns = (f"{name} {processes}" for processes in counts for name in ("predicted", "measured"))
-    rows = [("a reply", "waits", *columns, "faster", "advise: processes")]
+def report(config: Path, measured: Measurements, latencies: Sequence[float], steps: int) -> None:
+    """Print a table of the seconds of a step by the time of a reply and by the order of rows."""
+    columns = (f"{order}: {name}" for order in ORDERS for name in ("predicted", "measured"))
+    rows = [("a reply", "waits", *columns, "faster", "advise: order")]
     predicted: dict[float, tuple[list[Simulation], str]] = {}
     for seconds in latencies:
-        specs = [load_spec(config, changes(seconds, processes, steps)) for processes in counts]
+        specs = [load_spec(config, changes(seconds, order, steps)) for order in ORDERS]
         plans = [make_plan(spec) for spec in specs]
         costs, lengths = costs_of(measured, plans[0]), lengths_of(plans[0])
         simulations = [simulate(plan, costs, lengths) for plan in plans]
         predicted[seconds] = simulations, advised(specs[0], costs, lengths)
     for seconds, (simulations, advice) in predicted.items():
         found = []
-        for processes in counts:
-            changed = changes(seconds, processes, steps)
+        for order in ORDERS:
+            changed = changes(seconds, order, steps)
             command("run", str(config), *settings(*changed))
             found.append(measured_seconds(changed[0].partition("=")[2]))
         pairs = zip((each.seconds for each in simulations), found, strict=True)

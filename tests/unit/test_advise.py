@@ -1149,21 +1149,25 @@ def test_larger_batches_are_shown_with_what_they_gain(on_four_nodes: Advice) -> 
 
 
 def test_processes_are_chosen_for_an_environment_that_is_waited_for() -> None:
-    """What the request sets stays, and the table has it."""
+    """What the request sets stays, and so does the order of rows, on which rounding depends; the table has others."""
     environment = {"path": "game.py:Game", "max_turns": 4, "processes": 16, "seconds": 2.0}
     tokens = {"prompt_tokens": 256, "response_tokens": 256}
-    spec = spec_for(4, "qwen2.5-1.5b", **tokens, rollout="transformers").model_copy(
+    spec = spec_for(4, "qwen2.5-1.5b", **tokens, rollout="vllm").model_copy(
         update={"environment": EnvironmentSpec.model_validate(environment)}
     )
     found = advise(spec, AnalyticCosts(), seconds_limit=0.5)
-    seconds = {each.processes: each.seconds for each in found.waiting}
+    seconds = {(each.order, each.processes): each.seconds for each in found.waiting}
+    rounds = [seconds["planned", processes] for processes in (16, 32, 64)]
     # twice the processes: half of the replies' time
-    assert seconds[16] - seconds[32] == pytest.approx(2 * (seconds[32] - seconds[64]))
+    assert rounds[0] - rounds[1] == pytest.approx(2 * (rounds[1] - rounds[2]))
+    # all replies take as long, so that few rows are earlier than others
+    assert all(seconds["free", processes] < 1.01 * seconds["planned", processes] for processes in (16, 32, 64))
     chosen = found.best.plan.spec
     assert chosen.environment is not None and chosen.environment.processes == 16
+    assert chosen.rollout.order == "planned"
     text = format_advice(found, SOURCE)
     assert (
-        "waiting for environments" in text and "x as fast" in text and "not chosen, since the YAML sets others" in text
+        "waiting for environments" in text and "x as fast" in text and "not chosen, since the YAML has others" in text
     )
 
     opened = EnvironmentSpec.model_validate({"path": "game.py:Game", "max_turns": 4, "seconds": 2.0})

@@ -23,7 +23,8 @@ from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 from flexrlhf.guideline.costs.profiles import FROM_FIGURES
 from flexrlhf.guideline.costs.scaled import ScaledCosts
 from flexrlhf.guideline.simulation.compare import compare, read_run
-from flexrlhf.guideline.simulation.episode_prices import REPLIES, EpisodeRow
+from flexrlhf.guideline.simulation.episode_prices import REPLIES
+from flexrlhf.guideline.simulation.free_episodes import EpisodeRow
 from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths, lengths_for, longest_lengths
 from flexrlhf.guideline.simulation.measured_run import RunRecord, measured_run, reply_times
 from flexrlhf.guideline.simulation.pricing import Pricer
@@ -713,6 +714,31 @@ def test_episodes_in_segments_have_the_turns_and_replies_of_their_pieces() -> No
     # the rows of two ages have two turns each, and those of four ages one
     assert (halves[REPLIES], turns[REPLIES]) == (2 * 2 * 2, 4 * 2)
     assert turns["weights"] < halves["weights"] < whole["weights"]
+
+
+@pytest.mark.parametrize(("settings", "most_turns"), [((), 6), (("rollout.segment_tokens=384",), 2)])
+def test_rows_that_go_on_by_themselves_wait_less_than_in_rounds(settings: tuple[str, ...], most_turns: int) -> None:
+    """One of 16 replies is late: in rounds each turn waits for one, and by itself a row for its own alone."""
+
+    def generation(order: str, turns: int, *replies: float, responses: tuple[float, ...] = (1024.0,)) -> Cost:
+        game = f"environment={{path: game.py:Game, max_turns: {turns}, processes: 256}}"
+        plan = plan_of(None, 1, *AGENT, game, H100, f"rollout.order={order}", *settings)
+        costs = ScaledCosts(AnalyticCosts(), {}, 1.0, replies_of(*replies))
+        (cost,) = (
+            each.cost
+            for each in simulate(plan, costs, TextLengths(256, responses)).regular
+            if isinstance(each.instruction, Run) and each.instruction.operator.has_replies
+        )
+        return cost
+
+    late = (*(0.1,) * 15, 20.0)
+    planned, free = (generation(order, 6, *late) for order in ("planned", "free"))
+    assert 20 < free.seconds < 0.6 * planned.seconds
+    # with replies that take for ever nothing else counts
+    assert generation("free", 6, 1e4).seconds == pytest.approx(most_turns * 1e4, rel=0.01)
+    for responses in ((1024.0,), (200.0, 600.0, 1000.0)) if not settings else ():
+        plain, free = (generation(order, 1, 0.0, responses=responses) for order in ("planned", "free"))
+        assert free.seconds == pytest.approx(plain.seconds, rel=0.01)
 
 
 def test_rows_whose_episode_has_ended_have_no_later_turn() -> None:

@@ -47,7 +47,7 @@ def format_advice(advice: Advice, source: CostSource, max_batch: bool = False, p
             f"why: devices run {advice.best.simulation.utilisation:.0%} of the time",
             [*_reasons(advice), *load_lines(advice.best.simulation, source.costs)],
         ),
-        _titled("waiting for environments", _waiting(advice)),
+        _titled("waiting for environments (seconds a step, by rollout.order)", _waiting(advice)),
         _titled("larger batches (samples/s and memory, as many optimizer steps a step)", _batches(advice)),
         _titled(LARGEST_BATCHES, _largest(advice) if max_batch else ()),
         _titled("rules (of the guideline's placement and `>`, the one to use)", rules_section(advice)),
@@ -161,7 +161,7 @@ def _reasons(advice: Advice) -> Iterator[str]:
 
 
 def _waiting(advice: Advice) -> Iterator[str]:
-    """Yield how processes change the time of a step with an environment."""
+    """Yield how processes and the order of rows change the time of a step with an environment."""
     environment = advice.best.plan.spec.environment
     if advice.waiting:
         yield from waiting_lines(advice.waiting, advice.margin)

@@ -28,7 +28,7 @@ class Advice:
     max_lag:   the largest lag that was tried.
     may_lag:   whether a placement with a lag may be chosen.
     own_lag:   lag that the YAML sets.
-    waiting:   the placement to use with other processes of its environment.
+    waiting:   the placement to use with other processes of its environment and the other order of rows.
     take:      kind of placements whose fastest is to be used; None: of all kinds, the simplest that is fast enough.
     """
 

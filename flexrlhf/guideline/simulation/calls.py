@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import chain
 from math import gcd
+from typing import TypeVar
 
 from flexrlhf.api import (
     BatchShape,
@@ -28,6 +29,7 @@ from flexrlhf.api import (
 from flexrlhf.guideline.costs.cost_model import Call, MeanPass, Pages, transformer_of
 from flexrlhf.guideline.simulation.inputs import TextLengths
 
+Value = TypeVar("Value")
 MOST_TEXTS = 256
 """Texts that are laid out for a price; of more, passes are in proportion."""
 
@@ -77,26 +79,28 @@ def text_groups(prompts: Sequence[float], responses: Sequence[float], count: int
 
     As many prompts as there are lengths have each length once.
     """
-    each_prompt, each_response = _spread(prompts, count), _spread(responses, count * samples)
-    mixed = _mixed(each_response)
+    each_prompt, each_response = _whole(spread(prompts, count)), _whole(mixed(spread(responses, count * samples)))
     return [
-        TextGroup(prompt, tuple(mixed[index * samples : (index + 1) * samples]))
+        TextGroup(prompt, tuple(each_response[index * samples : (index + 1) * samples]))
         for index, prompt in enumerate(each_prompt)
     ]
 
 
-def _spread(lengths: Sequence[float], count: int) -> list[int]:
-    """Return ``count`` lengths in whole tokens: the middles of equal shares of the sorted ``lengths``."""
-    ordered = sorted(lengths)
-    places = ((2 * index + 1) * len(ordered) // (2 * count) for index in range(count))
-    return [max(1, round(ordered[place])) for place in places]
+def _whole(lengths: Sequence[float]) -> list[int]:
+    return [max(1, round(length)) for length in lengths]
 
 
-def _mixed(lengths: Sequence[int]) -> list[int]:
-    """Return ``lengths`` in an order that has little to do with their size: every so many of them, a golden section."""
-    total = len(lengths)
+def spread(values: Sequence[float], count: int) -> list[float]:
+    """Return the middles of ``count`` equal shares of the sorted ``values``."""
+    ordered = sorted(values)
+    return [ordered[(2 * index + 1) * len(ordered) // (2 * count)] for index in range(count)]
+
+
+def mixed(values: Sequence[Value]) -> list[Value]:
+    """Return ``values`` in an order that has little to do with their size: every so many of them, a golden section."""
+    total = len(values)
     stride = next(step for step in range(max(1, round(0.618 * total)), 2 * total + 1) if gcd(step, total) == 1)
-    return [lengths[index * stride % total] for index in range(total)]
+    return [values[index * stride % total] for index in range(total)]
 
 
 @lru_cache(maxsize=4096)

@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from math import ceil, inf
-from typing import NamedTuple
+from random import Random
 
-from flexrlhf.api import BatchShape, EnvironmentSpec, Plan, Run
+from flexrlhf.api import BatchShape, EnvironmentSpec, Layout, Plan, Run
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
-from flexrlhf.guideline.simulation.calls import replica_rows
+from flexrlhf.guideline.simulation.calls import mixed, replica_rows, spread
+from flexrlhf.guideline.simulation.free_episodes import EpisodeRow, FollowedEpisodes, ReplyLanes, followed_rows
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.rounds import Segment
 
 REPLIES = "environments"
 """Part of the time of an operator that plays episodes."""
-
-
-class EpisodeRow(NamedTuple):
-    """Turns of a row in one generation.
-
-    context:  tokens before its first turn
-    turns:    tokens that it samples in each turn
-    reply:    tokens of each reply
-    begins:   whether its episode begins; else it has been carried
-    awaits:   whether its last turn has a reply; else the row is carried in the middle of that turn
-    """
-
-    context: float
-    turns: tuple[float, ...]
-    reply: float = 0.0
-    begins: bool = True
-    awaits: bool = True
-
-    @property
-    def num_replies(self) -> int:
-        """Number of replies that it awaits."""
-        return len(self.turns) - (not self.awaits)
-
-    @property
-    def contexts(self) -> Iterator[float]:
-        """Tokens before each turn."""
-        before = self.context
-        for tokens in self.turns:
-            yield before
-            before += tokens + self.reply
 
 
 def crowding(plan: Plan, computing: float) -> float:
@@ -124,10 +96,11 @@ class EpisodePrices:
         """Return the time of so many calls that are made together."""
         return self.crowding * self.times.seconds(calls, processes, is_reset)
 
-    def row_of(self, piece: Segment, carried: float) -> EpisodeRow:
+    def row_of(self, piece: Segment, carried: float, num_alike: int = 1) -> EpisodeRow:
         """Return the turns of a piece of a response, in which turns and replies of their mean lengths alternate.
 
-        carried:  tokens of a piece that does not end its row
+        carried:    tokens of a piece that does not end its row
+        num_alike:  rows that read their prompt together
         """
         part, reply = self.lengths_of(0).mean_response, self.lengths.replies / sum(self.shares)
         period, end = part + reply, piece.start + piece.tokens
@@ -135,4 +108,41 @@ class EpisodePrices:
         bounds = [(max(piece.start, place * period), min(end, place * period + part)) for place in places]
         turns = tuple(high - low for low, high in bounds if high > low)
         ends_turn = piece.tokens < carried or end >= places[-1] * period + part
-        return EpisodeRow(self.lengths.prompt + piece.start, turns, reply, not piece.start, ends_turn)
+        begins = not piece.start
+        return EpisodeRow(
+            self.lengths.prompt + piece.start, turns, reply, begins, ends_turn, num_alike if begins else 1
+        )
+
+    def lanes(self, layout: Layout) -> ReplyLanes:
+        """Return the processes that reply to a rank of ``layout``; ranks that share a replica's rows share these."""
+        number = self.settings.processes // layout.dp // layout.cp
+        return ReplyLanes(max(1, number), self.crowding * self.times.around, self.times.is_concurrent)
+
+    def followed(self, rows: int, num_alike: int) -> FollowedEpisodes:
+        """Return some rows that stand for ``rows``, of which ``num_alike`` have a prompt."""
+        turns, few = sum(self.shares), followed_rows(rows, round(sum(self.shares)))
+        counts = [self.rows(few, turn) for turn in range(self.settings.max_turns)]
+        parts = mixed(spread(self.lengths_of(0).responses, few))
+        episodes = [
+            EpisodeRow(
+                self.lengths.prompt,
+                (part,) * sum(count > place for count in counts),
+                self.lengths.replies / turns,
+                num_alike=num_alike,
+            )
+            for place, part in enumerate(parts)
+        ]
+        return self.timed(episodes, rows / few)
+
+    def timed(self, episodes: Sequence[EpisodeRow], scale: float) -> FollowedEpisodes:
+        """Return ``episodes`` with times of their replies; these are spread over the known ones."""
+        resets = self._sampled(self.times.resets, len(episodes)) or [0.0] * len(episodes)
+        replies = iter(self._sampled(self.times.replies, sum(each.num_replies for each in episodes)))
+        own = tuple(tuple(islice(replies, each.num_replies)) for each in episodes)
+        return FollowedEpisodes(tuple(episodes), tuple(resets), own, scale)
+
+    def _sampled(self, times: Sequence[float], count: int) -> list[float]:
+        """Return ``count`` times that are spread over ``times``, in random order; none of no times."""
+        sampled = [self.crowding * each for each in spread(times, count)] if times else []
+        Random(0).shuffle(sampled)
+        return sampled

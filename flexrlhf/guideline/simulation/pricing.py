@@ -32,6 +32,7 @@ from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.relations import relation_of
 from flexrlhf.guideline.simulation.calls import CallMaker, replica_rows, texts_per_row
 from flexrlhf.guideline.simulation.episode_prices import REPLIES, EpisodePrices, crowding
+from flexrlhf.guideline.simulation.free_prices import free_cost
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost, source_section
 
@@ -118,11 +119,23 @@ class Pricer:
             return model_free_cost(self.costs, self.plan.spec, source_section(operator), most, self.lengths.width)
         if self.episodes is None or not operator.has_replies:
             return self._slowest(run)
+        if operator.is_free:
+            return self._free(self.episodes, run)
         parts: defaultdict[str, float] = defaultdict(float)
         for turn in range(self.episodes.settings.max_turns):
             for name, seconds in self._slowest(run, turn).parts.items():
                 parts[name] += seconds
         return Cost({**parts, REPLIES: self.episodes.waiting_seconds(run)})
+
+    def _free(self, episodes: EpisodePrices, run: Run) -> Cost:
+        """Return the cost of episodes whose rows go on by themselves, on the device class that takes longest."""
+        costs = [
+            free_cost(
+                self.costs, call, mesh, episodes.followed(call.rows, call.prompt_samples), episodes.lanes(run.layout)
+            )
+            for call, mesh in self.calls(run, None)
+        ]
+        return max(costs, key=lambda cost: cost.seconds, default=Cost())
 
     def _slowest(self, run: Run, turn: int = 0) -> Cost:
         """Return the cost of the calls of ``run`` on the device class that takes longest."""
@@ -139,16 +152,18 @@ class Pricer:
         crowded = 1.0 if times is None else crowding(self.plan, times.computing)
         return EpisodePrices(environment, times, self.plan.batch, self.lengths, crowded)
 
-    def calls(self, run: Run, turn: int = 0) -> Iterator[tuple[Call, Mesh]]:
+    def calls(self, run: Run, turn: int | None = 0) -> Iterator[tuple[Call, Mesh]]:
         """Yield the call and mesh of a Run for each device class among the replicas that have rows; of one that plays
-        episodes, of a ``turn``."""
+        episodes, of a ``turn``, or of whole responses if that is None."""
         episodes = self.episodes if run.operator.has_replies else None
-        maker = self.maker if episodes is None else replace(self.maker, lengths=episodes.lengths_of(turn))
+        maker = self.maker
+        if episodes is not None and turn is not None:
+            maker = replace(maker, lengths=episodes.lengths_of(turn))
         model = self.plan.placement[run.model].with_passes(run.tokens)
         rows = replica_rows(attempt_shape(self.plan.batch, run), run.layout, run.mini_batches)
         for device, replicas in self.replicas_by_class(model).items():
             class_rows = [rows[replica] for replica in replicas if any(rows[replica])]
-            if episodes is not None:
+            if episodes is not None and turn is not None:
                 class_rows = [(episodes.rows(sum(each), turn),) for each in class_rows]
             if not class_rows:
                 continue

@@ -11,16 +11,16 @@ from typing import TypeVar
 
 from flexrlhf.api import Instruction, PackedPass, PlacedModel, Plan, Run, TextGroup
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
-from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, reads_prompts_once, texts_per_row
+from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, mixed, reads_prompts_once, texts_per_row
 from flexrlhf.guideline.simulation.episode_prices import REPLIES
+from flexrlhf.guideline.simulation.free_episodes import followed_rows
+from flexrlhf.guideline.simulation.free_prices import FIRST_TOKEN, free_cost
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.lengths import batch_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.rounds import EndedRow, Prompt, Round, Segment, Segments, make_rounds
 
 Row = TypeVar("Row")
-FIRST_TOKEN = (1.0,)
-"""Lengths of responses that end with the pass over their prompt."""
 NUM_ROUNDS = 16
 """Rounds over which the mean of a call with segments is taken."""
 
@@ -67,8 +67,15 @@ class RoundPricer:
         """Return the cost of pieces of episodes, whose rows await replies between turns."""
         episodes, segments = self.pricer.episodes, Segments.of(self.pricer.plan, self.pricer.lengths)
         assert episodes is not None and segments.tokens is not None, "pieces of episodes are of segments"
-        rows = [row for piece in pieces if (row := episodes.row_of(piece, segments.tokens)).turns]
+        alike = self.pricer.plan.batch.samples_per_prompt if reads_prompts_once(model) else 1
+        rows = [row for piece in pieces if (row := episodes.row_of(piece, segments.tokens, alike)).turns]
         processes = max(1, episodes.settings.processes // run.layout.dp)
+        if run.operator.is_free:
+            few = followed_rows(len(rows), round(sum(len(row.turns) for row in rows) / len(rows)))
+            followed = episodes.timed(mixed(rows)[:few], len(rows) / few)
+            tokens = tuple(sorted(piece.tokens for piece in pieces))
+            whole = self._call(run, model, [[len(pieces)]], self.pricer.lengths.prompt, tokens)
+            return free_cost(self.pricer.costs, whole, mesh, followed, episodes.lanes(run.layout))
         prompt, begun = self.pricer.lengths.prompt, sum(row.begins for row in rows)
         parts, waiting = Counter[str](), episodes.seconds(begun, processes, is_reset=True)
         turns = zip_longest(*(zip(row.contexts, row.turns, strict=True) for row in rows))
