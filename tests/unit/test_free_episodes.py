@@ -74,6 +74,9 @@ def test_a_process_replies_to_one_row_after_the_other() -> None:
     assert times(rows, ReplyLanes(1, around=1.0)).waiting == 44
     # a process that awaits all replies at once exchanges with one row after the other
     assert times(rows, ReplyLanes(1, around=1.0, concurrent=True)).waiting == 14
+    # each row stands for four, in as many processes
+    assert times(rows[:1], ReplyLanes(2), scale=4.0).waiting == 20
+    assert times(rows[:1], ReplyLanes(1, around=1.0, concurrent=True), scale=4.0).waiting == 14
 
 
 def test_a_row_whose_reply_is_there_takes_the_slot_of_one_that_waits() -> None:

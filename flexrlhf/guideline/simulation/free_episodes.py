@@ -166,10 +166,10 @@ class _FreeWalk:
     def __post_init__(self) -> None:
         self.turn, self.context = [0] * len(self.rows), [row.context for row in self.rows]
         self.slots = max(1, round(self.slots / self.scale))
-        # a followed row's reply takes as long as the replies to all rows of its process that it stands for
+        # a followed row has its process for as long as all rows of the process that it stands for
         real = self.lanes.number / self.scale
         self.busy = [0.0] * max(1, round(real))
-        self.stretch = len(self.busy) / real if not self.lanes.concurrent else 1.0
+        self.stretch = len(self.busy) / real
 
     def run(self, resets: Sequence[float]) -> FreeTimes:
         """Follow all rows to their ends."""
@@ -192,7 +192,7 @@ class _FreeWalk:
         """Call the environment of ``row``."""
         process, lanes = row % len(self.busy), self.lanes
         begin = max(self.now, self.busy[process]) + lanes.around * self.stretch
-        end = begin + seconds * self.stretch
+        end = begin + (seconds if lanes.concurrent else seconds * self.stretch)
         self.busy[process] = begin if lanes.concurrent else end
         heappush(self.awaited, (end, row))
 

@@ -21,7 +21,7 @@ FIRST_TOKEN = (1.0,)
 
 @dataclass(frozen=True)
 class CallPace:
-    """Speed of the replicas of a generation, in seconds.
+    """Speed of the replicas of a generation, in seconds; more than 32 rows are rounded to five bits.
 
     costs:    prices of calls
     call:     generation of the rows of a replica
@@ -47,28 +47,31 @@ class CallPace:
     @cached_property
     def around(self) -> float:
         """Time of a call in addition, however many tokens it generates."""
-        return self._priced(1, self.call.prompt, 1, FIRST_TOKEN).parts.get(AROUND, 0.0)
+        return self._cost(1, self.call.prompt, 1, FIRST_TOKEN).parts.get(AROUND, 0.0)
 
     def _along(self, rows: float, context: float, num_alike: float, steps: bool) -> float:
         place = context / self.longest * CONTEXTS
         first = min(floor(place), CONTEXTS - 1)
-        found = (self._at(max(1, round(rows)), each, max(1, round(num_alike)), steps) for each in (first, first + 1))
-        low, high = found
+        unit = 1 << max(0, round(rows).bit_length() - 5)
+        number, alike = max(1, unit * round(rows / unit)), max(1, round(num_alike))
+        low, high = (self._at(number, each, alike, steps) for each in (first, first + 1))
         return low + (place - first) * (high - low)
 
     def _at(self, rows: int, part: int, num_alike: int, steps: bool) -> float:
         key = steps, rows, part, num_alike
         if key not in self._known:
             context = self.longest * part / CONTEXTS
-            first = self._priced(rows, context, num_alike, FIRST_TOKEN).seconds
             if steps:
-                third = self._priced(rows, context, num_alike, (3.0,)).seconds
-                self._known[key] = max(0.0, third - first) / 2
+                first = self._at(rows, part, num_alike, False)
+                self._known[key] = max(0.0, self._priced(rows, context, num_alike, (3.0,)) - first) / 2
             else:
-                self._known[key] = first - self.around
+                self._known[key] = self._priced(rows, context, num_alike, FIRST_TOKEN)
         return self._known[key]
 
-    def _priced(self, rows: int, context: float, num_alike: int, responses: tuple[float, ...]) -> Cost:
+    def _priced(self, rows: int, context: float, num_alike: int, responses: tuple[float, ...]) -> float:
+        return self._cost(rows, context, num_alike, responses).seconds - self.around
+
+    def _cost(self, rows: int, context: float, num_alike: int, responses: tuple[float, ...]) -> Cost:
         return self.costs.call(
             replace(
                 self.call,
