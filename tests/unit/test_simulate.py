@@ -668,6 +668,11 @@ def test_a_run_waits_for_the_replies_to_all_turns() -> None:
             rows = plan.batch.num_rows // chunks
             expected = 2 * chunks * -(-rows // processes)
             assert simulate(plan, Fixed(replies=replies_of(1))).reply_seconds == expected
+    # rows that dynamic sampling samples again have their turns, too
+    again = "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2, dynamic_sampling: {rounds: 2}}"
+    plan = plan_of(None, 1, GAME[0], again)
+    assert plan.batch.of_attempt.num_rows == 16
+    assert simulate(plan, Fixed(replies=replies_of(1))).reply_seconds == 2 * 2 * 2
 
 
 def test_a_generation_has_all_turns_and_replies() -> None:

@@ -21,6 +21,7 @@ from flexrlhf.api import (
     PackedPass,
     PagedCache,
     PlacedModel,
+    Run,
     SequenceLengths,
     TextGroup,
     TextPacking,
@@ -297,6 +298,11 @@ def reads_prompts_once(model: PlacedModel) -> bool:
 def texts_per_row(operator: Operator) -> int:
     """Return the texts of a row; a pretraining text (``ptx``) is counted as long as the row."""
     return 2 if operator.extra_loss else 1
+
+
+def attempt_shape(batch: BatchShape, run: Run) -> BatchShape:
+    """Return the shape of the rows of ``run``: of all, or of an attempt of dynamic sampling as if it were needed."""
+    return batch if run.attempt is None else batch.of_attempt
 
 
 def replica_rows(batch: BatchShape, layout: Layout, mini_batches: range) -> Mapping[int, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from random import Random
 
 from flexrlhf.api import BatchShape, EnvironmentSpec, Layout, Plan, Run
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
-from flexrlhf.guideline.simulation.calls import mixed, replica_rows, spread
+from flexrlhf.guideline.simulation.calls import attempt_shape, mixed, replica_rows, spread
 from flexrlhf.guideline.simulation.free_episodes import EpisodeRow, FollowedEpisodes, ReplyLanes, followed_rows
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.rounds import Segment
@@ -89,7 +89,7 @@ class EpisodePrices:
                 self.settings.processes_of(replica, layout.dp),
                 is_reset=turn is None,
             )
-            for replica, rows in replica_rows(self.batch, layout, run.mini_batches).items()
+            for replica, rows in replica_rows(attempt_shape(self.batch, run), layout, run.mini_batches).items()
         )
 
     def seconds(self, calls: int, processes: int, is_reset: bool = False) -> float:

@@ -30,7 +30,7 @@ from flexrlhf.api import (
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.relations import relation_of
-from flexrlhf.guideline.simulation.calls import CallMaker, replica_rows, texts_per_row
+from flexrlhf.guideline.simulation.calls import CallMaker, attempt_shape, replica_rows, texts_per_row
 from flexrlhf.guideline.simulation.episode_prices import REPLIES, EpisodePrices, crowding
 from flexrlhf.guideline.simulation.free_prices import free_cost
 from flexrlhf.guideline.simulation.inputs import TextLengths
@@ -270,11 +270,6 @@ class Pricer:
             name = each.operator.name if isinstance(each, Run) else "moves"
             parts[name] = parts.get(name, 0.0) + inner.price(each).seconds
         return Cost(parts)
-
-
-def attempt_shape(batch: BatchShape, run: Run) -> BatchShape:
-    """Return the shape of the rows of ``run``: of all, or of an attempt of dynamic sampling as if it were needed."""
-    return batch if run.attempt is None else batch.of_attempt
 
 
 def side_of(model: PlacedModel, per_node: int) -> MeshSide:

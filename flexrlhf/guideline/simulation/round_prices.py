@@ -70,6 +70,8 @@ class RoundPricer:
         alike = self.pricer.plan.batch.samples_per_prompt if reads_prompts_once(model) else 1
         rows = [row for piece in pieces if (row := episodes.row_of(piece, segments.tokens, alike)).turns]
         processes = max(1, episodes.settings.processes // run.layout.dp)
+        if not rows:
+            return Cost()
         if run.operator.is_free:
             few = followed_rows(len(rows), round(sum(len(row.turns) for row in rows) / len(rows)))
             followed = episodes.timed(mixed(rows)[:few], len(rows) / few)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from flexrlhf.api import CallKind, Plan, Run, UserError, nearest
 from flexrlhf.guideline.costs.cost_model import Transformer, transformer_of
 from flexrlhf.guideline.costs.profiles import StepPart
-from flexrlhf.guideline.simulation.calls import texts_per_row
+from flexrlhf.guideline.simulation.calls import attempt_shape, texts_per_row
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.guideline.simulation.pricing import attempt_shape
 from flexrlhf.guideline.simulation.simulate import PARTS, Simulation
 
 Prices = Mapping[str, float]
