@@ -6,6 +6,7 @@ writes whole responses, in which ``response_mask`` has the sampled tokens alone 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from flexrlhf.config.algorithms.policy import PolicySpec
@@ -46,29 +47,35 @@ def with_episodes(graph: Graph, spec: Spec) -> Graph:
     _check(graph, spec, environment)
     carried, is_free = (Column.REPLIED,) if spec.num_segments > 1 else (), spec.rollout.order == "free"
     operators = (
-        replace(each, writes=(*each.writes, *carried), is_free=is_free) if each.has_replies else each
+        replace(each, writes=(*each.writes, *(f"{name}{each.suffix}" for name in carried)), is_free=is_free)
+        if each.has_replies
+        else each
         for each in _with_replies(graph.operators)
     )
     return replace(graph, operators=tuple(operators), evaluation=_with_replies(graph.evaluation))
 
 
 def _with_replies(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    return tuple(each for operator in operators for each in _of_episodes(operator))
+    suffixes = [each.suffix for each in operators if each.kind == "generate"]
+    return tuple(each for operator in operators for each in _of_episodes(operator, suffixes))
 
 
-def _of_episodes(operator: Operator) -> tuple[Operator, ...]:
+def _of_episodes(operator: Operator, suffixes: Sequence[str]) -> tuple[Operator, ...]:
     """Return an operator that plays episodes, with their statistics, or one that reads what it needs of them.
+
+    suffixes: of the responses to a prompt, a greedy one among them.
 
     A forward of the policy's log-probs has them of sampled tokens alone, as generation has; rows whose environment
     failed are not counted; functions receive turns.
     """
-    if operator.samples_responses:
-        played = replace(operator, writes=(*operator.writes, *STATE), function=ENVIRONMENT)
-        return played, replace(EPISODE_STATISTICS, role=operator.role)
+    if operator.kind == "generate":
+        written = (*operator.writes, *(f"{name}{operator.suffix}" for name in STATE))
+        played = replace(operator, writes=written, function=ENVIRONMENT)
+        return (played,) if operator.is_greedy else (played, replace(EPISODE_STATISTICS, role=operator.role))
     if operator.kind == "forward" and not LOGPROBS.isdisjoint(operator.writes):
         return (replace(operator, reads=(*operator.reads, "response_mask")),)
     if "outcome" in operator.writes:
-        return (replace(operator, reads=(*operator.reads, "episode")),)
+        return (replace(operator, reads=(*operator.reads, *(f"episode{suffix}" for suffix in suffixes))),)
     if operator.kind == "score":
         return (replace(operator, reads=(*operator.reads, Column.TURN_ENDS)),)
     return (operator,)
@@ -78,8 +85,6 @@ def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:
     name = spec.algorithm.name
     if not isinstance(spec.algorithm, PolicySpec) or GENERATE.name not in {each.name for each in graph.operators}:
         raise UserError(f"environment: {name} trains on responses of the data set, which have no turns; remove it")
-    if any(operator.is_greedy for operator in graph.operators):
-        raise UserError(f"environment: {name} compares with a second response, which has no episode; use reinforce++")
     longest = spec.data.max_response_tokens
     if environment.turn_tokens is not None and environment.turn_tokens > longest:
         raise UserError(

@@ -51,9 +51,11 @@ def _carrying(operator: Operator) -> Operator:
 
 
 def _joining(generates: Sequence[Operator]) -> Operator:
-    """Return the combine that joins the responses of several ``generates``; it also reads the sampled texts."""
+    """Return the combine that joins the responses of several ``generates``; it also reads the sampled texts, with the
+    turns of their episodes."""
     written = [name for each in generates for name in each.writes]
-    read = (name for name in written if name in GENERATE.writes or plain(name) in ("response_mask", "finished"))
+    texts, ends = (*GENERATE.writes, Column.TURN_ENDS, Column.REWARDS), ("response_mask", "finished", "episode")
+    read = (name for name in written if name in texts or plain(name) in ends)
     role = generates[0].role
     return Operator("whole", "combine", role, tuple(read), (Column.PRESENT,), function=WHOLE_RESPONSES)
 

@@ -83,8 +83,8 @@ class _Episodes:
         """Begin those that the step takes."""
         self._caller, self._run, self._rows, self._sampling = caller, run, rows, sampling
         self._samples, self.most_rows = rows.batch.samples_per_prompt, len(rows.batch)
-        self._keys = list(zip(rows.steps.tolist(), rows.taken.tolist(), strict=True))
-        self._place_of = {key: place for place, key in enumerate(self._keys)}
+        self._taken = list(zip(rows.steps.tolist(), rows.taken.tolist(), strict=True))
+        self._place_of = {taken: place for place, taken in enumerate(self._taken)}
         self._examples = run.examples_of(rows.batch)
         # rows that an engine samples from, or that await a reply
         self._is_busy = torch.zeros_like(rows.exists)
@@ -212,9 +212,11 @@ class _Episodes:
 
     def _call(self, place: int) -> EpisodeCall:
         """Return the call that begins the episode of a row."""
-        key = self._keys[place]
-        seed = _seed(self._sampling.seed, key[0], key[1] // self._samples)
-        return EpisodeCall(key, self._examples[place].columns, seed)
+        step, row = self._taken[place]
+        seed = _seed(self._sampling.seed, step, row // self._samples)
+        # greedy episodes have the numbers behind all others
+        row += self._rows.shape.num_rows * self._run.operator.is_greedy
+        return EpisodeCall((step, row), self._examples[place].columns, seed)
 
 
 def _columns(replies: Sequence[RowReply], longest: int) -> Columns:

@@ -127,9 +127,7 @@ class OpenRows:
     @property
     def has_ended(self) -> Tensor:
         """Rows bool (n,) that no token follows."""
-        if "episode" in self.state:
-            return self.state["episode"] != GOING
-        return (self.state["finished"] == 1) | self.context.all(1)
+        return _have_ended(self.context, self.state["finished"], self.state.get("episode"))
 
     @property
     def open_places(self) -> Tensor:
@@ -234,12 +232,19 @@ def whole_responses(run: OperatorRun, batch: Batch) -> Columns:
     """Return ``present`` (n,) of the rows of ``batch``, of which several operators have generated a response each."""
     shape, samples = run.shape, run.shape.samples_per_prompt
     suffixes = [name.removeprefix("finished") for name in run.operator.reads if plain(name) == "finished"]
-    masks = [batch[f"response_mask{suffix}"].bool() for suffix in suffixes]
-    ends = [(batch[f"finished{suffix}"] == 1) | mask.all(1) for suffix, mask in zip(suffixes, masks, strict=True)]
+    ends = [
+        _have_ended(batch[f"response_mask{s}"], batch[f"finished{s}"], batch.columns.get(f"episode{s}"))
+        for s in suffixes
+    ]
     is_last = batch.rows // samples % shape.segments == shape.segments - 1
-    # a response that is under way has a token
-    is_whole = masks[0].any(1) & (torch.stack(ends).all(0) | is_last)
+    # places without a prompt have no text
+    is_whole = batch["attention_mask"].bool().any(1) & (torch.stack(ends).all(0) | is_last)
     return {Column.PRESENT: _present(is_whole, samples)}
+
+
+def _have_ended(mask: Tensor, finished: Tensor, episode: Tensor | None) -> Tensor:
+    """Return bool (n,): responses that no token follows, with tokens ``mask`` (n, R); None: they are no episodes."""
+    return (finished == 1) | mask.bool().all(1) if episode is None else episode != GOING
 
 
 def _present(is_whole: Tensor, samples: int) -> Tensor:

@@ -123,7 +123,9 @@ def collect_samples(
     # samples are made of the first responses, which a greedy operator does not sample, and their scores
     columns = tuple(name for name in SCORES if name in run.operator.writes)
     if _has_texts(run):
-        columns = TEXTS + (Column.TURN_ENDS, Column.REWARDS) * (Column.REWARDS in run.operator.writes)
+        columns = TEXTS + (Column.TURN_ENDS, Column.REWARDS) * (
+            Column.REWARDS in (*run.operator.reads, *run.operator.writes)
+        )
     prompts = {prompt for m in run.mini_batches for prompt in run.shape.prompts_of_attempt(m, run.attempt)}
     chosen = [row for row in sample_rows(run.shape, count) if row // run.shape.samples_per_prompt in prompts]
     if not columns or not chosen:

@@ -340,6 +340,7 @@ ALGORITHMS: dict[str, Raw] = {
     ),
     "remax": _of("remax"),
     # greedy responses that end in other steps than the sampled ones
+    "remax-episodes": _of("remax", {**EPISODE_SETTINGS, "rollout": {"segment_tokens": 3}, "steps": 6}),
     "remax-segments": _of("remax", {"rollout": {"segment_tokens": 3}}),
     "remax-retokenized": _of("remax", {"models": {"reward": {**OWN_TOKENIZER, "max_text_tokens": 20}}}),
     "remax-rule": _of("remax", _scored(LENGTH), kl=None, normalise_scores="running", num_mini_batches=4),

@@ -798,7 +798,7 @@ DEFAULT = [
     Case("reinforce-as-ended", "halves", 2),
     Case("remax", "tight", 2),
     Case("remax", "lag-chunks", 2),
-    Case("remax-segments", "lag-4-every-2", 2),
+    Case("remax-episodes", "lag-4-every-2", 2),
     Case("remax-masked", "pairs", 2),
     Case("safe-ptx", "six-tight", 2),
     Case("dpo-smoothed", "tight", 2),

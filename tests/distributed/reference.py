@@ -79,7 +79,10 @@ class Reference:
         if isinstance(self.policy, SafeRlhfSpec):
             self.judges.append(Judge(spec, "cost", self.tokenizer))
         self.sampler, self.greedy_sampler = (Sampler(spec, self.tokenizer, each) for each in (temperature, 0.0))
-        self.episodes = None if spec.environment is None else EpisodeSampler(spec, self.sampler)
+        self.episodes, self.greedy_episodes = (
+            None if spec.environment is None else EpisodeSampler(spec, each)
+            for each in (self.sampler, self.greedy_sampler)
+        )
         self.examples = read_examples(spec, self.tokenizer, spec.data.path)
         self.pretraining = self._pretraining_rows()
         self.controls = first_controls(self.policy)
@@ -157,7 +160,8 @@ class Reference:
         sampled = sum(1 if response.greedy is None else 2 for response in responses)
         if self.episodes is not None:
             # each turn is one
-            sampled = sum(len(response.episode.ends) for response in responses if response.episode)
+            both = [each for response in responses for each in (response, response.greedy) if each is not None]
+            sampled = sum(len(response.episode.ends) for response in both if response.episode)
         if self.spec.rollout.segment_tokens is not None:
             sampled = self.requests
         carried = sum(not response.is_whole for group in self.under_way.values() for response in group)
@@ -285,17 +289,19 @@ class Reference:
 
     def _sample(self, step: int, rows: dict[int, Response]) -> None:
         """Whole responses, by their rows, and greedy ones next to them."""
-        self._extend(self.sampler, "tokens", step, rows)
+        self._extend(self.sampler, self.episodes, "tokens", step, rows)
         if greedy := {row: response.greedy for row, response in rows.items() if response.greedy is not None}:
-            self._extend(self.greedy_sampler, "tokens.greedy", step, greedy)
+            self._extend(self.greedy_sampler, self.greedy_episodes, "tokens.greedy", step, greedy)
 
-    def _extend(self, sampler: Sampler, column: str, step: int, rows: dict[int, Response]) -> None:
+    def _extend(
+        self, sampler: Sampler, episodes: EpisodeSampler | None, column: str, step: int, rows: dict[int, Response]
+    ) -> None:
         forced = {row: self._forced(step, column, row) for row in rows}
-        if self.episodes is None:
+        if episodes is None:
             sampler.extend(self.old_actor, [Sampled(rows[row], step, row, forced[row]) for row in rows])
         else:
             for row, response in rows.items():
-                self.episodes.play(self.old_actor, response, step, row, forced[row])
+                episodes.play(self.old_actor, response, step, row, forced[row])
         for response in rows.values():
             response.versions = [self.version(step)] * len(response.tokens)
             self._record_experts(response.prompt + response.text)
@@ -370,17 +376,18 @@ class Reference:
                     if each is not None and not self._has_ended(each):
                         forced = self._forced(step, column, response.place)
                         found.append(Sampled(each, of_step, number * samples + sample, forced))
-        if self.episodes is None:
+        if self.episodes is None or self.greedy_episodes is None:
             self.sampler.extend(self.old_actor, sampled, most)
             self.greedy_sampler.extend(self.old_actor, greedy, most)
             self.requests = len(sampled) + len(greedy)
         else:
             calls = (
-                self.episodes.play(
+                player.play(
                     *(self.old_actor, each.response, each.step, each.row, each.forced, most),
                     is_last=step - each.step == self.segments - 1,
                 )
-                for each in sampled
+                for player, found in ((self.episodes, sampled), (self.greedy_episodes, greedy))
+                for each in found
             )
             self.requests = sum(calls)
         for (of_step, number), group in list(self.under_way.items()):
@@ -426,8 +433,9 @@ class Reference:
             for each in (response, response.greedy):
                 if each is not None:
                     judge.judge(each)
-        if response.episode is not None:
-            add_rewards(response, getattr(self.spec.algorithm, "supervision", "outcome") == "process")
+        for each in (response, response.greedy):
+            if each is not None and each.episode is not None:
+                add_rewards(each, getattr(self.spec.algorithm, "supervision", "outcome") == "process")
 
     def _ref_logprobs(self, prompt: list[int], response: list[int]) -> list[float]:
         """Log-probs by ref, by the actor as training began with its adapters, or by the actor without these."""

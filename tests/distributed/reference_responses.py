@@ -180,11 +180,13 @@ def pad_columns(spec: Spec, responses: list[Response], pad: int) -> dict[str, Te
     columns["logprobs"] = right([a.logprobs for a in responses])
     if spec.algorithm.kl is not None:
         columns["ref_logprobs"] = everywhere("ref_logprobs", [a.ref_logprobs for a in responses])
+    has_digests = spec.rollout.segment_tokens is not None
     if first.episode is not None:
-        columns |= episode_columns(responses, behind, has_digests=spec.rollout.segment_tokens is not None)
+        columns |= episode_columns(responses, behind, has_digests)
     if first.greedy is not None:
         greedy = [a.greedy for a in responses if a.greedy is not None]
         own = sampled_columns(spec, greedy, pad) | score_columns(greedy, behind)
+        own |= episode_columns(greedy, behind, has_digests) if first.greedy.episode is not None else {}
         columns |= {f"{name}.greedy": column for name, column in own.items()}
     columns |= score_columns(responses, behind)
     if any(a.step_ends for a in responses):

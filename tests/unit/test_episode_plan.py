@@ -35,10 +35,6 @@ GAME = "environment={path: game.py:Game, max_turns: 2}"
             "environment: sft trains on responses of the data set, which have no turns; remove it",
         ),
         (
-            ("algorithm={name: remax, prompts_per_step: 8}",),
-            "environment: remax compares with a second response, which has no episode; use reinforce++",
-        ),
-        (
             ("environment.turn_tokens=9",),
             "environment.turn_tokens: 9, and a response has 8 tokens at most (data.max_response_tokens), replies "
             "included; use 8 or less",
