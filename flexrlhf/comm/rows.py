@@ -33,7 +33,7 @@ class RowStore:
     """Columns with rows by global row number. Rows that are under way are awaited when they are first read."""
 
     def __init__(self, lengths: Lengths, device: torch.device) -> None:
-        self._lengths = lengths
+        self.lengths = lengths
         self.device = device
         self._blocks: dict[str, list[Tensor]] = {}
         self._index: dict[str, dict[int, tuple[int, int]]] = {}
@@ -68,7 +68,7 @@ class RowStore:
         if not rows:
             # no move sends a column to a replica without rows
             kind = Column.of(column)
-            width = self._lengths.width(kind)
+            width = self.lengths.width(kind)
             return torch.empty((0,) if width is None else (0, width), dtype=DTYPES[kind.dtype], device=self.device)
         blocks, index = self._blocks[column], self._index[column]
         places = [index[row] for row in rows]

@@ -15,7 +15,7 @@ def with_router_replay(graph: Graph, spec: Spec) -> Graph:
     """Return ``graph`` with the experts that generation has chosen: passes of the policy over the same responses read
     them, and training alone where they are compared. A reference has routers of its own.
 
-    Raises UserError for roles without generation, and for responses that are not generated whole.
+    Raises UserError for roles without generation.
     """
     roles = [role for role, model in spec.models if model is not None and model.has_replay]
     for role in roles:
@@ -45,10 +45,3 @@ def _check(role: str, graph: Graph, spec: Spec) -> None:
         raise UserError(f"{key} is for the model that generates, which is {who}; use none")
     if graph.data != "prompts":
         raise UserError(f"{key} is for data without responses, and {spec.algorithm.name} has some; use none")
-    if spec.environment is not None:
-        raise UserError(f"{key} records responses of one turn, and the run has an environment; use none")
-    if spec.num_segments > 1:
-        raise UserError(
-            f"{key} records responses that are generated whole, found rollout.segment_tokens "
-            f"{spec.rollout.segment_tokens}; use none, or segment_tokens: null"
-        )

@@ -14,7 +14,7 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Moments, Sampling, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import computed_columns
-from flexrlhf.operators.columns import Column, plain
+from flexrlhf.operators.columns import Column, Lengths, plain
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.open_rows import OpenRows, carried_scores, earlier_scores, places_in, whole_responses
 from flexrlhf.trainer.operator_context import OperatorContext
@@ -110,7 +110,7 @@ def _generate(
         sampling = replace(sampling, temperature=0.0)
     batches = [each.batch(store, context.device) for each in (run, *ahead)]
     if run.operator.has_replies or run.operator.carries:
-        columns = _continued([run, *ahead], batches, sampling, context, before)
+        columns = _continued([run, *ahead], batches, store.lengths, sampling, context, before)
     else:
         columns = engine.generate(batches[0], sampling, batches[1:])
         columns["policy_version"] = columns["response_mask"].int() * run.model.version
@@ -127,6 +127,7 @@ def _generate(
 def _continued(
     runs: Sequence[OperatorRun],
     batches: Sequence[Batch],
+    lengths: Lengths,
     sampling: Sampling,
     context: OperatorContext,
     before: RowStore | None,
@@ -135,7 +136,7 @@ def _continued(
     begin with the others' ``batches``."""
     run, spec = runs[0], context.spec
     most = spec.rollout.segment_tokens if run.operator.carries else None
-    settings = sampling.step, spec.lengths, sampling.pad_token_id, before, most
+    settings = sampling.step, lengths, sampling.pad_token_id, before, most
     rows, *later = (OpenRows.begin(each, batch, *settings) for each, batch in zip(runs, batches, strict=True))
     if run.operator.has_replies:
         assert context.environments is not None, "an environment has a caller"

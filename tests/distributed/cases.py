@@ -259,6 +259,14 @@ SETTINGS |= {
         ("sinks", "sinks-actor", "sinks-critic", {}),
     )
 }
+# episodes that are carried over updates keep the experts of the tokens that were read before
+SETTINGS["experts-episodes"] = {
+    **SETTINGS["experts-replayed"],
+    # router losses count the tokens of failed episodes as well, which the reference does not train on
+    **algorithm_settings.in_episodes_of("Steady"),
+    "rollout": {"segment_tokens": 4},
+    "steps": 5,
+}
 SETTINGS["experts-grpo"] = {
     **ALGORITHMS["grpo"],
     "models": {role: {"path": "assets:models/experts-actor"} for role in ("actor", "ref")},
@@ -275,9 +283,12 @@ SETTINGS["experts-adapters"] = {
         "critic": {"path": "assets:models/experts-critic", "lora": {"targets": ["v_proj"]}, "optimizer": FAST},
     },
 }
-WITH_EXPERTS = ("experts", "experts-replayed", "experts-moved", "experts-adapters", "experts-grpo", "latent", "sinks")
+WITH_EXPERTS = (
+    *("experts", "experts-replayed", "experts-moved", "experts-episodes", "experts-adapters", "experts-grpo"),
+    *("latent", "sinks"),
+)
 """Settings whose models have experts, which not every engine serves."""
-REPLAYED = ("experts-replayed", "experts-moved")
+REPLAYED = ("experts-replayed", "experts-moved", "experts-episodes")
 OF_OWN_ATTENTION = ("latent", "sinks")
 """Settings whose rows context-parallel ranks do not share."""
 NOT_COMPARED = (
@@ -844,7 +855,7 @@ DEFAULT = [
     KILLED,
     Case("grpo", "co-located", 2, "cp"),
     Case("steps-models", "co-located", 2, "cp-ring"),
-    Case("experts-moved", "six", 2),
+    Case("experts-episodes", "six", 2),
     Case("experts", "co-located", 2, "experts-tp", "vllm-tp"),
     Case("experts-adapters", "co-located", 2, "ep-apart"),
     Case("still", "co-located", 2),

@@ -304,14 +304,21 @@ class Reference:
                 episodes.play(self.old_actor, response, step, row, forced[row])
         for response in rows.values():
             response.versions = [self.version(step)] * len(response.tokens)
-            self._record_experts(response.prompt + response.text)
+            self._record_experts(response)
 
-    def _record_experts(self, text: list[int]) -> None:
-        """Keep the experts that the sampling weights choose for ``text``, if log-probs and training take them."""
-        if self.actor.routers.replays:
-            experts = self.old_actor.routers.experts(self.old_actor.model, text)
-            for routers in (self.old_actor.routers, self.actor.routers):
-                routers.of_texts[tuple(text)] = experts
+    def _record_experts(self, response: Response) -> None:
+        """Keep the experts that the sampling weights choose for a text, if log-probs and training take them; of tokens
+        that were read in steps before, those that were chosen then."""
+        if not self.actor.routers.replays or not response.tokens:
+            return
+        text, read = response.prompt + response.text, response.num_read
+        found = self.old_actor.routers.experts(self.old_actor.model, text)
+        if read:
+            found = [torch.cat([old[:read], new[read:]]) for old, new in zip(response.experts, found, strict=True)]
+        # the last token that is sampled is read by no call
+        response.experts, response.num_read = found, len(response.prompt) + response.positions[-1]
+        for routers in (self.old_actor.routers, self.actor.routers):
+            routers.of_texts[tuple(text)] = found
 
     def _forced(self, step: int, column: str, place: int) -> Tensor | None:
         return None if self.forced is None else self.forced[step][column][place, self.spec.data.max_prompt_tokens :]
@@ -390,6 +397,8 @@ class Reference:
                 for each in found
             )
             self.requests = sum(calls)
+        for each in sampled:
+            self._record_experts(each.response)
         for (of_step, number), group in list(self.under_way.items()):
             for response in group:
                 response.versions += [self.version(step)] * (len(response.tokens) - len(response.versions))

@@ -55,7 +55,8 @@ class Response:
     not. ``shaped``: its score after all rules. ``step_ends``: 1 for tokens that end a step. ``kept``: tokens that
     importance sampling does not reject; ``selected``: 1 for tokens that a covariance selects. ``values``, ``returns``:
     by critic. ``own_texts``: the tokens for models with their own tokenizer, by role, padded; ``is_cut``: whether their
-    beginning is left out. ``episode``: replies between its tokens, if an environment has made some.
+    beginning is left out. ``episode``: replies between its tokens, if an environment has made some. ``experts``: of
+    each layer, of the tokens that calls have read, ``num_read``.
     """
 
     prompt: list[int]
@@ -92,6 +93,8 @@ class Response:
     advantages: list[float] = field(default_factory=list)
     returns: dict[str, list[float]] = field(default_factory=dict)
     episode: Episode | None = None
+    experts: list[Tensor] = field(default_factory=list)
+    num_read: int = 0
 
     @property
     def text(self) -> list[int]:

@@ -32,6 +32,9 @@ def test_the_column_is_planned_as_any_other() -> None:
     moves = [each for each in plan.schedule.instructions if isinstance(each, Move)]
     assert any(transfer.column == "experts" for move in moves for transfer in move.transfers)
     assert readers(plan_of(None, 2, INIT, f"{KEY}=compare", "rollout.logprobs=recompute")) == {"train_actor": "train"}
+    # an episode that is carried on takes them along
+    carried = plan_of(None, 2, INIT, REPLAY, "environment={path: env.py}", "rollout.segment_tokens=4")
+    assert "experts" in carried.graph.producers["experts"].carries
     without = plan_of(None, 2, INIT)
     assert not readers(without)
     assert plan_of(None, 2, INIT, REPLAY).row_bytes(0, 1) > without.row_bytes(0, 1)
@@ -55,15 +58,6 @@ def test_the_column_is_planned_as_any_other() -> None:
             "rollout.engine: transformers",
         ),
         (
-            (INIT, "rollout.segment_tokens=4"),
-            f"{KEY}: rollout records responses that are generated whole, found rollout.segment_tokens 4; use none, or "
-            "segment_tokens: null",
-        ),
-        (
-            (INIT, "environment={path: env.py}"),
-            f"{KEY}: rollout records responses of one turn, and the run has an environment; use none",
-        ),
-        (
             (INIT, "algorithm={name: sft}", "models.reward=null"),
             f"{KEY}: rollout is for the model that generates, which is none here; use none",
         ),
@@ -72,7 +66,7 @@ def test_the_column_is_planned_as_any_other() -> None:
             "models.critic.router_replay: rollout is for the model that generates, which is the actor; use none",
         ),
     ],
-    ids=["dense", "engine", "compile", "vllm", "segments", "turns", "no responses", "role"],
+    ids=["dense", "engine", "compile", "vllm", "no responses", "role"],
 )
 def test_what_records_no_experts_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
