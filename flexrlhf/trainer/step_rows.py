@@ -86,10 +86,10 @@ class StepRows:
 
     def examples(self, step: int) -> list[Example]:
         """Return the example of each prompt of a step; none where the step itself decides which it takes."""
-        shape, numbers = self._plan.batch, _taken_numbers(self._plan, self._data, step)
+        shape = self._plan.batch
         if shape.attempts > 1:
             return []
-        examples = [self._data.examples[number] for number in numbers]
+        examples = [self._data.examples[number] for number in _taken_numbers(self._plan, self._data, step)]
         for age in range(shape.segments):
             examples[age :: shape.segments] = self._given.get(step - age, examples[age :: shape.segments])
         return examples
