@@ -6,8 +6,8 @@ WAY: ``joined``: trainings by forward_backward and optim_step; ``fails``: calls 
 first step, and an error in the second; ``stops``: SIGKILL between the trainings of the third;
 ``primitives``: as configs/primitives.py has it; ``chooses``: trains on steps whose mean score is not above that of the
 step before, on the run's prompts as the program's own, with the rows of the reference split by their lengths,
-and makes calls that are refused; ``scheduled``: in the order of the schedule, with several open batches under a lag;
-``stops-late``: the same, and SIGKILL before the last generation.
+and makes calls that are refused; ``skips``: trains at once under a lag, and leaves steps and mini-batches out; ``scheduled``: in the order of the schedule, with several open batches under a lag; ``stops-late``: the same, and
+SIGKILL before the last generation.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def main(config: str, way: str = "", resume: str | None = None, fails_at: int = 
     with Session(config, resume=resume) as run:
         if way in ("scheduled", "stops-late"):
             call_as_scheduled(run, stops=way == "stops-late")
+            return
+        if way == "skips":
+            skip(run)
             return
         before, points = None, count()
         for batch in run.prompts(rows_of(run) if way == "chooses" else None):
@@ -100,6 +103,21 @@ def call_as_scheduled(run: Session, stops: bool) -> None:
         run.save()
     for batch in batches:
         call(batch, is_late=True)
+
+
+def skip(run: Session) -> None:
+    """Do not train in step 1, call nothing in step 3, and in step 4 what precedes training on one mini-batch."""
+    refused = {(2, "train"): "before all trainings of step 1; ", (4, "generate"): "goes on with rows of the step befo"}
+    for batch in run.prompts():
+        part = batch.mini_batches(run.plan.batch.num_mini_batches)[0] if batch.step == 4 else batch
+        for operator in [] if batch.step == 3 else run.plan.graph.operators:
+            if (sentence := refused.get((batch.step, operator.kind))) is not None:
+                with pytest.raises(UserError, match=sentence):
+                    run.call(operator.name, part)
+                run.end_step()
+            if operator.kind != "train" or batch.step in (0, 2):
+                run.call(operator.name, part)
+    run.end_step()
 
 
 class BugError(Exception):

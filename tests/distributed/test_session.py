@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(600)
 PPO, GRPO, REMAX = Case("ptx", "halves", 2), Case("grpo-alone", "six", 2), Case("remax-masked", "pairs", 2)
 LAGGING, CHUNKED = Case("segments-corrected", "lag-2-alone", 2), Case("remax", "lag-chunks", 2)
 EPISODES = Case("episodes", "co-located", 2)
+SKIPPED = Case("grpo-segments", "lag", 2)
 SPLIT = Case("grpo-uneven", "co-located", 2)
 
 
@@ -169,3 +170,20 @@ def test_rows_that_a_program_leaves_out_are_accounted_for(launches: Launches, ca
     mine, planned = found.columns(0), launches.outcome(case).columns(0)
     assert torch.equal(mine["tokens"], planned["tokens"])
     torch.testing.assert_close(mine["ref_logprobs"], planned["ref_logprobs"], rtol=1e-5, atol=1e-6)
+
+
+def test_rows_in_segments_that_a_program_leaves_out_are_accounted_for(launches: Launches, tmp_path: Path) -> None:
+    """Under a lag, with trainings at once: rows in flight are the carried ones. Rows that have ended and are not
+    trained on are left out, and so are those that no call goes on with."""
+    main(str(written(launches, SKIPPED, tmp_path, "skipped")), "skips")
+    found = outcome_at(launches, SKIPPED, tmp_path, "skipped")
+    lines = [line["outcomes"] for line in RunDirectory(found.directory).outcomes.read()]
+    assert [line.keys() - {"carried"} for line in lines][:4] == [set(), {"left_out"}, {"trained"}, {"left_out"}]
+    before, skipped, after = found.metrics[2:5]
+    taken = found.plan.batch.num_taken
+    assert skipped["rows_left_out"] == before["rows_in_flight"] + taken and not skipped["rows_in_flight"]
+    # of the two mini-batches one is new
+    assert after["rows_left_out"] == after["rows_in_flight"] == taken / 2
+    assert sum(row.get(f"rows_{name}", 0) for row in found.metrics for name in ("trained", "left_out")) == (
+        taken * len(found.metrics) - found.metrics[-1]["rows_in_flight"]
+    )

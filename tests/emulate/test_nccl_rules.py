@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +24,7 @@ from flexrlhf.placement.groups import Group, GroupPurpose
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
-from flexrlhf.strategies.instructions import Instruction
+from flexrlhf.strategies.instructions import Instruction, Run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ALL = Group("all", (0, 1, 2))
@@ -293,17 +293,29 @@ def called(plan: Plan, is_joined: bool) -> dict[int, Stream]:
     """Work of each rank for a program that calls the operators mini-batch by mini-batch; ``is_joined``: with gradients
     of several before an optimizer step, else in the order of the graph."""
     streams: dict[int, list[tuple[int, int, Instruction]]] = {rank: [] for rank in range(plan.placement.num_ranks)}
-    before, positions = None, count()
-    for step in range(plan.spec.steps):
-        made = CalledStep.begin(plan.graph, plan.placement, plan.batch, before)
-        around = (list(plan.schedule.around_calls(step, plan.spec.steps, each)) for each in (True, False))
-        opening, closing = around
-        inside = [each for call in _calls(plan, is_joined) for each in made.add(call)]
-        for each in (*opening, *inside, *closing):
+    steps, lag, positions = plan.spec.steps, plan.schedule.lag, count()
+    late = {each.operator.name for each in plan.schedule.instructions if isinstance(each, Run) and each.lag}
+    calls = list(_calls(plan, is_joined))
+    made: dict[int, CalledStep] = {}
+
+    def add(step: int, instructions: Iterable[Instruction]) -> None:
+        for each in instructions:
             position = next(positions)
             for rank in each.ranks:
                 streams[rank].append((position, step, each))
-        before = made
+
+    for newest in range(steps + lag):
+        if newest < steps:
+            ended = made.get(newest - lag - 1)
+            for step in range(max(0, newest - lag), newest):
+                add(step, made[step].overtake())
+            made[newest] = CalledStep.begin(plan.graph, plan.placement, plan.batch, made.get(newest - 1), ended)
+            add(newest, plan.schedule.around_calls(newest, steps, before=True))
+            add(newest, chain.from_iterable(made[newest].add(each) for each in calls if each.operator not in late))
+        if newest >= lag:
+            step = newest - lag
+            add(step, chain.from_iterable(made[step].add(each) for each in calls if each.operator in late))
+            add(step, plan.schedule.around_calls(step, steps, before=False))
     return dict(streams)
 
 
@@ -319,12 +331,14 @@ def _calls(plan: Plan, is_joined: bool) -> Iterator[OperatorCall]:
 
 
 @pytest.mark.parametrize("is_joined", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", ["experts and ring", "interleaving", "apart"])
+@pytest.mark.parametrize("name", ["experts and ring", "interleaving", "apart", "lag"])
 def test_no_session_blocks(name: str, is_joined: bool) -> None:
     """Also if no group of a move is made before the call that first needs it, by its ranks alone."""
     settings = {"actor": {**SPARSE, "ep": 2, "cp": 2, **RING, **FULL}, "placement": None}
     if name != "experts and ring":
         settings = {"placement": [1, 1, 0.5, 0.5] if name == "interleaving" else [0.5] * 6, "actor": {}}
+    if name == "lag":
+        settings |= {"schedule": {"lag": 1}, "steps": 4}
     plan = plan_of({"devices": 4}, DENSE, {}, **settings)
     plan = replace(plan, groups=tuple(group for group in plan.groups if group.purpose != "move"))
     traces = emulate(plan, "asynchronous", called(plan, is_joined), adds_groups=True)
