@@ -101,8 +101,8 @@ class CalledSteps:
         return dropped
 
     def messages_from(self, next_step: int) -> dict[str, list[CallMessage]]:
-        """Return the messages of the calls of steps in flight."""
-        return {str(step): opened.messages for step, opened in self.open.items() if step >= next_step}
+        """Return the messages of the calls of steps in flight so far."""
+        return {str(step): [*opened.messages] for step, opened in self.open.items() if step >= next_step}
 
     def columns(self, step: int, rank: int, is_own: bool) -> dict[str, set[int]]:
         """Return the rows that ``rank`` has of each column that calls of an open step have written.

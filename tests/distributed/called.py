@@ -6,8 +6,9 @@ WAY: ``joined``: trainings by forward_backward and optim_step; ``fails``: calls 
 first step, and an error in the second; ``stops``: SIGKILL between the trainings of the third;
 ``primitives``: as configs/primitives.py has it; ``chooses``: trains on steps whose mean score is not above that of the
 step before, on the run's prompts as the program's own, with the rows of the reference split by their lengths,
-and makes calls that are refused; ``skips``: trains at once under a lag, and leaves steps and mini-batches out; ``scheduled``: in the order of the schedule, with several open batches under a lag; ``stops-late``: the same, and
-SIGKILL before the last generation.
+and makes calls that are refused; ``skips``: trains at once under a lag, and leaves steps and mini-batches out;
+``scheduled``: in the order of the schedule, with several open batches under a lag; ``stops-late``: the same, and
+SIGKILL before a training, with batches in flight.
 """
 
 from __future__ import annotations
@@ -85,14 +86,15 @@ def call_as_scheduled(run: Session, stops: bool) -> None:
 
     def call(batch: CalledBatch, is_late: bool) -> None:
         for operator in plan.graph.operators:
-            if operator.is_due(batch.step) and (operator.name in late) == is_late:
-                run.call(operator.name, batch)
+            if not operator.is_due(batch.step) or (operator.name in late) != is_late:
+                continue
+            if stops and operator.kind == "train" and batch.step == plan.spec.steps - 1 - plan.schedule.lag:
+                # once the calls before are done
+                assert len(batch["advantages"])
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.call(operator.name, batch)
 
     for batch in run.prompts(rows_of(run) if plan.batch.segments > 1 else None):
-        if stops and batch.step == plan.spec.steps - 1:
-            # once the rows before are there
-            assert len(batches[-1]["tokens"])
-            os.kill(os.getpid(), signal.SIGKILL)
         call(batch, is_late=False)
         batches.append(batch)
         if batch.step == 1 and not stops:

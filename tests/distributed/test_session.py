@@ -84,6 +84,7 @@ def test_calls_have_the_bits_of_the_graph(launches: Launches, case: Case, tmp_pa
         progress = newest.manifest.progress
         # its own prompts: of the batches in flight, and of two before, whose rows may be carried
         assert len(progress.calls) == 2 and len(progress.prompts) == 4
+        assert {call["lag"] for calls in progress.calls.values() for call in calls} == {0}
     way = {GRPO: "joined", CHUNKED: "scheduled", LAGGING: "scheduled"}.get(case, "")
     main(str(path), way, "auto" if case == LAGGING else None)
     assert_same_bits(outcome_at(launches, case, tmp_path, "called"), launches.outcome(case))
