@@ -108,7 +108,7 @@ def call_as_scheduled(run: Session, stops: bool) -> None:
 
 
 def skip(run: Session) -> None:
-    """Do not train in step 1, call nothing in step 3, and in step 4 what precedes training on one mini-batch."""
+    """Do not train in step 1, call nothing in step 3, and in step 4 the calls before training on one mini-batch."""
     refused = {(2, "train"): "before all trainings of step 1; ", (4, "generate"): "goes on with rows of the step befo"}
     for batch in run.prompts():
         part = batch.mini_batches(run.plan.batch.num_mini_batches)[0] if batch.step == 4 else batch
