@@ -88,6 +88,16 @@ def test_with_one_length_every_lag_is_as_fast_as_the_slower_side() -> None:
     assert lagging[0].sides["inference"].idle == pytest.approx(0)
 
 
+def test_ranks_that_wait_for_replies_of_environments_are_idle() -> None:
+    """Two turns of half of the tokens, with a reply of 30 s each; in segments of a turn the rows of two steps have one
+    at the same time, in twice the processes."""
+    for tokens, turns, processes in ((None, 2, 8), (11, 1, 16)):
+        game = f"environment={{path: game.py:Game, max_turns: 2, processes: {processes}, seconds: 30}}"
+        lagging = variants_of((22.0,), game).simulate(1, tokens)
+        assert lagging.seconds == pytest.approx(turns * (10 + 30))
+        assert lagging.sides["inference"].idle == pytest.approx(30 / 40)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_more_lag_is_not_slower_where_lengths_vary(seed: int) -> None:
     """Long and short steps alternate by chance: with a lag of 1 each is as long as the longer of two calls."""

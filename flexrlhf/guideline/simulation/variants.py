@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flexrlhf.api import Plan, Run, Spec, make_plan
-from flexrlhf.guideline.costs.cost_model import CostModel
+from flexrlhf.guideline.costs.cost_model import Cost, CostModel
+from flexrlhf.guideline.simulation.episode_prices import REPLIES
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.round_prices import RoundPricer, rounds_of
 from flexrlhf.guideline.simulation.rounds import Round
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.guideline.simulation.walk import PERIODS, Due, Durations, walk_steps
+from flexrlhf.guideline.simulation.walk import PERIODS, Due, walk_steps
 
 ROWS = 50_000
 """Rows of all measured steps together, but for the bounds of ``NUM_STEPS``."""
@@ -81,12 +82,16 @@ class RoundTimes:
 
     simulation:  its plan with the expected lengths
     rounds:      rows of each round
-    seconds:     time of an instruction, by position and number of its round
+    cost:        time of an instruction, by position and number of its round
     """
 
     simulation: Simulation
     rounds: Sequence[Round]
-    seconds: Durations
+    cost: Callable[[int, int], Cost]
+
+    def seconds(self, index: int, step: int) -> float:
+        """Return the time of the instruction at a position in a round."""
+        return self.cost(index, step).seconds
 
     def variant(self, measured: range) -> Variant:
         """Return the steps ``measured`` of the run."""
@@ -100,7 +105,8 @@ class RoundTimes:
         busy = [0.0] * len(blocks)
         for visit in walk.visits:
             if not priced[visit.index].instruction.proceeds_in_background:
-                busy[visit.block] += max(0.0, min(last, visit.end) - max(first, visit.start))
+                share = self._busy_share(visit.index, visit.step)
+                busy[visit.block] += share * max(0.0, min(last, visit.end) - max(first, visit.start))
         waited, trained = map(sum, zip(*(self.rounds[step].staleness() for step in measured), strict=True))
         return Variant(
             lag=lag,
@@ -113,6 +119,11 @@ class RoundTimes:
             training=max(self.times(measured, _trains).values(), default=0.0),
             busiest=self._busiest(busy, last - first),
         )
+
+    def _busy_share(self, index: int, step: int) -> float:
+        """Return the share of an instruction's time in which it does not wait for replies of environments."""
+        cost = self.cost(index, step)
+        return 1 - cost.parts.get(REPLIES, 0.0) / cost.seconds if cost.seconds else 1.0
 
     def _due(self, steps: int) -> Due:
         priced = self.simulation.priced
@@ -168,7 +179,7 @@ class Variants:
     most_lag: int = 1
     num_steps: tuple[int, int] = NUM_STEPS
     _rounds: dict[int | None, list[Round]] = field(default_factory=dict)
-    _seconds: dict[Hashable, float] = field(default_factory=dict)
+    _costs: dict[Hashable, Cost] = field(default_factory=dict)
 
     def plan(self, lag: int, tokens: int | None = None) -> Plan:
         """Return the plan with ``lag`` and segments of ``tokens``. Raises UserError for those that the placement or the
@@ -201,18 +212,18 @@ class Variants:
         simulation = simulate(plan, self.costs, self.lengths, expected.price)
         pricer, priced = RoundPricer(expected, self._rounds[tokens]), simulation.priced
 
-        def seconds(index: int, step: int) -> float:
+        def cost(index: int, step: int) -> Cost:
             item = priced[index]
             run = item.instruction
             if not isinstance(run, Run) or run.operator.call is None or (tokens is None and run.operator.has_replies):
-                return item.cost.seconds
+                return item.cost
             # plans differ by their lag, not by the time of a call
             key = (run.operator.name, plan.placement[run.model], run.mini_batches, run.attempt, tokens, step)
-            if key not in self._seconds:
-                self._seconds[key] = pricer.cost(run, step).seconds
-            return self._seconds[key]
+            if key not in self._costs:
+                self._costs[key] = pricer.cost(run, step)
+            return self._costs[key]
 
-        return RoundTimes(simulation, pricer.rounds, seconds)
+        return RoundTimes(simulation, pricer.rounds, cost)
 
 
 def _generates(run: Run) -> bool:
