@@ -90,8 +90,10 @@ class _Episodes:
         self._is_busy = torch.zeros_like(rows.exists)
         self._awaited: dict[Future[list[RowReply]], tuple[Tensor, AddReplies]] = {}
         # texts of the policy's turns, and digests of the replies, that of the reset first
-        self._turns = [self._earlier_turns(place) for place in range(len(rows.batch))]
-        self._replied = [self._earlier_replies(place) for place in range(len(rows.batch))]
+        self._turns: list[list[str]] = [[] for _ in self._taken]
+        self._replied: list[list[int]] = [[] for _ in self._taken]
+        for place in (rows.exists & ~rows.is_new).nonzero().squeeze(1).tolist():
+            self._turns[place], self._replied[place] = self._earlier(place)
         new, encode = rows.is_new.nonzero().squeeze(1), caller.tokens.prompt
         calls = [Request(self._call(place), partial(encode, self._examples[place])) for place in new.tolist()]
         self._submit(new, calls, self._begin)
@@ -189,26 +191,14 @@ class _Episodes:
         encode = partial(caller.tokens.reply, is_ended=end is not None, is_chat=bool(example.turns), end=end)
         return Request(call, encode, room)
 
-    def _earlier_turns(self, place: int) -> list[str]:
-        """Return the turns that a row has had in steps before."""
-        state, width = self._rows.state, self._rows.prompt
-        if not state["turns"][place]:
-            return []
-        ends, count = state[Column.TURN_ENDS][place], int(self._rows.context[place].sum())
-        parts = [places for sampled, places in parts_of(state["response_mask"][place], ends, count) if sampled]
-        tokens = state["tokens"][place, width:].tolist()
-        return [
-            self._caller.text(tokens[part.start : part.stop], self._sampling) for part in parts if ends[part.stop - 1]
-        ]
-
-    def _earlier_replies(self, place: int) -> list[int]:
-        """Return the digests of the replies that a row has had in steps before."""
-        rows = self._rows
-        if Column.REPLIED not in rows.state or not rows.exists[place] or rows.is_new[place]:
-            return []
-        ends = rows.state[Column.TURN_ENDS][place].nonzero().squeeze(1) + 1
-        digests = rows.state[Column.REPLIED][place]
-        return [int(digests[0]), *digests[ends].tolist()]
+    def _earlier(self, place: int) -> tuple[list[str], list[int]]:
+        """Return the turns that a row has had in steps before, and the digests of its reset and the replies to them."""
+        names = ("tokens", "response_mask", Column.TURN_ENDS, Column.REPLIED)
+        tokens, sampled, ends, digests = (self._rows.state[name][place].cpu() for name in names)
+        response, count = tokens[self._rows.prompt :].tolist(), int(self._rows.context[place].sum())
+        turns = [part for is_sampled, part in parts_of(sampled, ends, count) if is_sampled and ends[part.stop - 1]]
+        texts = [self._caller.text(response[part.start : part.stop], self._sampling) for part in turns]
+        return texts, digests[[0, *(part.stop for part in turns)]].tolist()
 
     def _call(self, place: int) -> EpisodeCall:
         """Return the call that begins the episode of a row."""
