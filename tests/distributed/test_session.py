@@ -25,7 +25,7 @@ from flexrlhf.strategies.instructions import Run
 pytestmark = pytest.mark.timeout(600)
 PPO, GRPO, REMAX = Case("ptx", "halves", 2), Case("grpo-alone", "six", 2), Case("remax-masked", "pairs", 2)
 LAGGING, CHUNKED = Case("segments-corrected", "lag-2-alone", 2), Case("remax", "lag-chunks", 2)
-EPISODES = Case("episodes", "co-located", 2)
+EPISODES = Case("grpo-episodes-segments", "halves", 2, "deepspeed-3")
 SKIPPED = Case("grpo-segments", "lag", 2)
 SPLIT = Case("grpo-uneven", "co-located", 2)
 
@@ -74,7 +74,7 @@ def assert_same_bits(found: Outcome, planned: Outcome) -> None:
 
 @pytest.mark.parametrize("case", params([PPO, GRPO, REMAX, CHUNKED, LAGGING, EPISODES], [PPO, GRPO, REMAX]))
 def test_calls_have_the_bits_of_the_graph(launches: Launches, case: Case, tmp_path: Path) -> None:
-    """PPO, also on episodes, and ReMax call by call; GRPO with copies that follow by syncs, trained by primitives. With
+    """PPO, ReMax, and GRPO on episodes call by call; GRPO with copies that follow by syncs, trained by primitives. With
     a lag while newer batches are generated, in chunks; and in segments, killed with batches in flight, whose calls are
     not repeated."""
     path = written(launches, case, tmp_path, "called")
