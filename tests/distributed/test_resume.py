@@ -150,7 +150,7 @@ DEFAULT = [
         # PPO under a lag is in the pair with corrections, too, and segments are in pairs of groups
         if pair.first == Case("two", "co-located", 2)
         or pair.first.setting in ("corrected", "scheduled")
-        or pair.first.setting in ("grpo-segments", "grpo-as-ended", "grpo-dynamic-segments", "episodes")
+        or pair.first.setting in ("grpo-segments", "grpo-as-ended", "grpo-dynamic-segments", "grpo-episodes-segments")
     ),
     *(
         pair
@@ -223,7 +223,7 @@ class Resumptions:
             for file in (resumed.directory / "columns").glob(f"*step{step}-*"):
                 if step not in in_flight or file.name.split("-")[1] not in generated:
                     file.unlink()
-        if whole.case.setting == "episodes":
+        if whole.case.setting == "grpo-episodes-segments":
             self._cut_log(resumed.directory, in_flight.stop)
         for role in whole.plan.graph.trained:
             shutil.rmtree(resumed.directory / role)
