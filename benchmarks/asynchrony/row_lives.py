@@ -214,8 +214,11 @@ class Figures:
 class Loop:
     """A run of a rule."""
 
-    def __init__(self, rule: Rule, episodes: Callable[[int], Episode], steps: int, speeds: Speeds) -> None:
+    def __init__(
+        self, rule: Rule, episodes: Callable[[int], Episode], steps: int, speeds: Speeds, rows: int = ROWS
+    ) -> None:
         self.rule, self.episodes, self.num_steps, self.speeds = rule, episodes, steps, speeds
+        self.num_rows = rows
         self.ranks = [Rank(speeds) for _ in range(2)]
         self.rows: dict[RowKey, Row] = {}
         self._places: dict[RowKey, list[int]] = {}
@@ -272,7 +275,7 @@ class Loop:
         trained = sum(self.trained[first + 1 :])
         generated = max(rank.now for rank in self.ranks)
         return Figures(
-            (end - self.ends[first]) * ROWS / trained,
+            (end - self.ends[first]) * self.num_rows / trained,
             (1 - mean(rank.busy for rank in self.ranks) / generated, 1 - self.training / end),
             mean(rank.full for rank in self.ranks) / generated,
             (mean(self.ages), max(self.ages)),
@@ -288,7 +291,7 @@ class Loop:
                 now = max(now, self.ends[step - self.rule.behind - 1] + self.speeds.sync)
                 for row in self.rows.values():
                     row.cached *= self.rule.keeps  # else they are of other weights
-            rows = rows.take(ROWS)
+            rows = rows.take(self.num_rows)
             found = {key: row.progress for key, row in rows.rows.items()}
             if self.rule.by_turns:
                 while any(each.phase is not Phase.ENDED for each in found.values()):
@@ -296,7 +299,7 @@ class Loop:
             else:
                 now = self.work(rows, found, now)
             taken = {key: row.taken for key, row in rows.rows.items()}
-            rows, settled = rows.advance(found).settle(lambda prompt: True, ROWS)
+            rows, settled = rows.advance(found).settle(lambda prompt: True, self.num_rows)
             rows = rows.next_step()
             whole = max([now, *(self.rows[key].answered for key in settled.trained)])
             self.train(settled.trained, [taken[key] for key in settled.trained], whole)
@@ -345,7 +348,7 @@ class Loop:
         waiting, ended = list[tuple[float, RowKey]](), list[RowKey]()
         progress, begun = dict[RowKey, Progress](), dict[RowKey, int]()
         while version < self.num_steps:
-            while taken < (version + self.rule.behind + 1) * ROWS:
+            while taken < (version + self.rule.behind + 1) * self.num_rows:
                 key = (taken, 0)
                 taken, progress[key], begun[key] = taken + 1, Progress(), version
                 self.begin(key, taken, progress[key], inf)
@@ -377,10 +380,10 @@ class Loop:
                     ended.append(key)
                 else:
                     self.begin(key, key[0], progress[key], inf)
-            if trained == inf and len(ended) >= ROWS:
-                keys, ended = ended[:ROWS], ended[ROWS:]
+            if trained == inf and len(ended) >= self.num_rows:
+                keys, ended = ended[: self.num_rows], ended[self.num_rows :]
                 trained = self.train(keys, [begun[key] for key in keys], now)
-        counts = {"trained": version * ROWS, RowAccount.IN_FLIGHT: taken - version * ROWS}
+        counts = {"trained": version * self.num_rows, RowAccount.IN_FLIGHT: taken - version * self.num_rows}
         return RowAccount(counts)
 
 
@@ -402,8 +405,10 @@ RULES = (
 )
 
 
-def run_rules(rules: Sequence[Rule], cap: float, steps: int, seeds: int) -> Iterator[tuple[Rule, list[Figures]]]:
-    """Yield the figures of each rule for every seed."""
+def run_rules(
+    rules: Sequence[Rule], cap: float, steps: int, seeds: int, rows: int = ROWS
+) -> Iterator[tuple[Rule, list[Figures]]]:
+    """Yield the figures of each rule for every seed. ``rows``: of a step."""
     for rule in rules:
         found = []
         for seed in range(seeds):
@@ -412,7 +417,7 @@ def run_rules(rules: Sequence[Rule], cap: float, steps: int, seeds: int) -> Iter
             def episode(row: int, seed: int = seed, known: dict[int, Episode] = known) -> Episode:
                 return known.setdefault(row, make_episode(Random(f"{seed} {row}"), cap))
 
-            found.append(Loop(rule, episode, steps, Speeds()).run())
+            found.append(Loop(rule, episode, steps, Speeds(), rows).run())
         yield rule, found
 
 
