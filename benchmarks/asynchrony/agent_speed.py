@@ -27,6 +27,8 @@ import yaml
 
 from benchmarks.asynchrony import traced_agent
 from benchmarks.asynchrony.row_lives import MOST_TURNS, PROMPT, RULES, Rule, Speeds, run_rules
+from benchmarks.asynchrony.row_lives import ROWS as TRACE_ROWS
+from benchmarks.asynchrony.row_table import Life
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.timeline import Trace
@@ -60,6 +62,12 @@ class Variant:
     def fill(self) -> int:
         """Steps until as many rows are in flight as later."""
         return 1 + self.lag + 3 * self.is_cut
+
+    @property
+    def rule(self) -> Rule:
+        """The same by events."""
+        life = Life(tokens=round(SEGMENT * TOKENS_SCALE), cuts=MOST_SEGMENTS - 1, as_ended=True)
+        return Rule(self.name, life if self.is_cut else Life(), self.lag, by_turns=self.order == "planned")
 
 
 VARIANTS = (
@@ -199,28 +207,40 @@ def predict(config: Path, base: Path) -> float:
     return float(found[1]) / (1000 if found[2] == "ms" else 1)
 
 
-def free_running() -> float:
-    """Return the time of a step of the free-running loop by events, at most 2 batches behind."""
-    rule: Rule = RULES[-1]
-    ((_, figures),) = run_rules([rule], CAP, 24, 2, ROWS)
-    return mean(each.seconds for each in figures) / SECONDS_SCALE
+def predictions(configs: Mapping[Variant, Path]) -> Iterator[tuple[str, float]]:
+    """Yield the predicted time of each variant but the first of an order of rows, whose run it is predicted by."""
+    base = dict[str, Path]()
+    for variant, config in configs.items():
+        if variant.order in base:
+            yield variant.name, predict(config, base[variant.order])
+        base.setdefault(variant.order, load_spec(config).directory)
+
+
+def by_events(rules: Sequence[Rule], rows: int) -> dict[str, float]:
+    """Return the time of a step with so many ``rows`` by events, by name."""
+    found = run_rules(rules, CAP, 24, 2, rows)
+    return {rule.name: mean(each.seconds for each in all) / SECONDS_SCALE for rule, all in found}
 
 
 def report(found: Mapping[str, Sequence[Measured]], predicted: Mapping[str, float]) -> Iterator[str]:
     """Yield the lines of the table."""
-    loop = free_running()
-    yield "| rows | s / step | predicted | x free-running | idle | computed / sampled | / necessary | account | load |"
-    yield "|---" * 9 + "|"
+    rules, loop = [*(each.rule for each in VARIANTS if each.name in found), RULES[-1]], RULES[-1].name
+    small, large = (by_events(rules, rows) for rows in (ROWS, TRACE_ROWS))
+    yield (
+        f"| rows | s / step | predicted | by events | x {loop} | of {TRACE_ROWS} rows, by events | idle | "
+        f"computed / sampled | / necessary | account | load |"
+    )
+    yield "|---" * 11 + "|"
     for name, all in found.items():
         seconds, last = median(each.seconds for each in all), all[-1]
         every = f" ({', '.join(f'{each.seconds:.1f}' for each in all)})" if len(all) > 1 else ""
         forecast = f"{predicted[name]:.1f} ({predicted[name] / seconds - 1:+.0%})" if name in predicted else "-"
         yield (
-            f"| {name} | {seconds:.1f}{every} | {forecast} | {seconds / loop:.2f} | "
-            f"{median(each.idle for each in all):.0%} | {last.computed:.2f} | {last.once:.2f} | {last.account} | "
-            f"{max(each.load for each in all):.0f} |"
+            f"| {name} | {seconds:.1f}{every} | {forecast} | {small[name]:.1f} | {seconds / small[loop]:.2f} | "
+            f"{large[name] / large[loop]:.2f} | {median(each.idle for each in all):.0%} | {last.computed:.2f} | "
+            f"{last.once:.2f} | {last.account} | {max(each.load for each in all):.0f} |"
         )
-    yield f"| free-running loop, by events, at most 2 behind | {loop:.1f} | | 1.00 | | | | | |"
+    yield f"| {loop} | | | {small[loop]:.1f} | 1.00 | 1.00 | | | | | |"
 
 
 def main() -> None:
@@ -235,15 +255,13 @@ def main() -> None:
     write_inputs(directory)
     chosen = [each for each in VARIANTS if not options.variants or each.name in options.variants]
     found = defaultdict[str, list[Measured]](list)
-    configs = {}
+    configs = dict[Variant, Path]()
     for _ in range(options.rounds):
         for variant in chosen:
             configs[variant] = write_config(directory, variant, options.steps, options.processes)
             found[variant.name].append(measure(configs[variant], variant, options.steps))
             print(variant.name, found[variant.name][-1], flush=True)
-    base = load_spec(configs[chosen[0]]).directory
-    predicted = {each.name: predict(configs[each], base) for each in chosen[1:]}
-    print("\n".join(report(found, predicted)))
+    print("\n".join(report(found, dict(predictions(configs)))))
 
 
 if __name__ == "__main__":
