@@ -2,7 +2,7 @@
 
     python -m benchmarks.asynchrony.agent_speed DIRECTORY [--variants NAME ...] [--steps N] [--processes N]
 
-REINFORCE++ of a small Llama whose episodes are those of ``row_lives.py``, a published trace: times are divided by
+REINFORCE++ of a small Llama with the episodes of ``row_lives.py``, a published trace: times are divided by
 ``SECONDS_SCALE``, tokens by ``TOKENS_SCALE``, so that decoding takes as long in comparison with replies as there: 10 ms
 a token. The free-running loop, which has no exact form here, is by the events of ``row_lives.py``, with its speeds.
 """
