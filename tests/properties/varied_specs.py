@@ -129,6 +129,8 @@ EXAMPLES: Examples = {
     "RuleSource.answer": ("answer", "y"),
     "RuleSource.pattern": NOTHING,
     "RuleSource.target_tokens": NOTHING,
+    # of episodes: _with_environment
+    "RolloutSpec.order": APART,
     "RolloutSpec.config": ({"max_num_seqs": 8}, {}),
     **dict.fromkeys([f"RolloutSpec.{name}" for name in ("engine", "tp", "process", "dtype", "kv_tokens")], NOTHING),
     # its placement and engine: random_specs
@@ -203,6 +205,8 @@ def _with_environment(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
     if not chance(rng, 0.2):
         return raw, plan
     changed = raw | {"environment": random_settings(rng, EnvironmentSpec, EXAMPLES, 0.3)}
+    if chance(rng, 0.5):
+        changed["rollout"] = raw.get("rollout", {}) | {"order": "free"}
     try:
         return changed, make_plan(Spec.parse(changed))
     except UserError:
