@@ -16,7 +16,7 @@ from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.turn_tokens import TurnTokens
-from flexrlhf.engines.base import Batch, Engine, Sampling
+from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.environments.base import EpisodeCall
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.objectives.context import Columns
@@ -59,11 +59,7 @@ class EnvironmentCaller:
 
     def play(self, run: OperatorRun, rows: OpenRows, sampling: Sampling) -> None:
         """Have ``rows`` sample and receive replies, until each has ended or has its tokens of this step."""
-        engine, source = run.model.engine, _Episodes(self, run, rows, sampling)
-        if run.operator.is_free:
-            engine.advance(source, sampling)
-        else:
-            Engine.advance(engine, source, sampling)
+        run.model.engine.advance(_Episodes(self, run, rows, sampling), sampling)
 
     def text(self, tokens: Sequence[int], sampling: Sampling) -> str:
         """Return the text of a turn, without its end token."""
@@ -86,8 +82,11 @@ class _Episodes:
         self._taken = list(zip(rows.steps.tolist(), rows.taken.tolist(), strict=True))
         self._place_of = {taken: place for place, taken in enumerate(self._taken)}
         self._examples = run.examples_of(rows.batch)
+        # whether ranks compute passes without each other, so that each may have its own number of rounds
+        self._is_alone = run.model.replica.group is None and not run.model.placed.in_lockstep
         # rows that an engine samples from, or that await a reply
         self._is_busy = torch.zeros_like(rows.exists)
+        self._requests: list[tuple[int, Request]] = []
         self._awaited: dict[Future[list[RowReply]], tuple[Tensor, AddReplies]] = {}
         # texts of the policy's turns, and digests of the replies, that of the reset first
         self._turns: list[list[str]] = [[] for _ in self._taken]
@@ -95,20 +94,23 @@ class _Episodes:
         for place in (rows.exists & ~rows.is_new).nonzero().squeeze(1).tolist():
             self._turns[place], self._replied[place] = self._earlier(place)
         new, encode = rows.is_new.nonzero().squeeze(1), caller.tokens.prompt
-        calls = [Request(self._call(place), partial(encode, self._examples[place])) for place in new.tolist()]
-        self._submit(new, calls, self._begin)
+        calls = [(place, Request(self._call(place), partial(encode, self._examples[place]))) for place in new.tolist()]
+        self._submit(calls, self._begin)
 
     def due(self, wait: bool) -> Batch | None:
-        """Return the rows that have a turn, as of ``RowSource``. In the planned order these are all that go on, of all
-        data-parallel ranks."""
+        """Return the rows that have a turn, as of ``RowSource``. In the planned order all rows have ended theirs, and
+        the environments have replied to all of them."""
         is_free = self._run.operator.is_free
-        self._receive_replies(FIRST_COMPLETED if is_free else ALL_COMPLETED, waits=not is_free)
+        if is_free or wait:
+            self._submit(self._requests, self._add)
+            self._requests = []
+            self._receive_replies(FIRST_COMPLETED if is_free else ALL_COMPLETED, waits=not is_free)
         places = self._places
         while is_free and wait and not len(places) and self._awaited:
             self._receive_replies(FIRST_COMPLETED, waits=True)
             places = self._places
         batch = self._rows.continued(places, self._caller.settings.turn_tokens)
-        if not (len(places) or self._is_busy.any() if is_free else self._run.has_rows(batch)):
+        if not (len(places) or self._is_busy.any() if self._is_alone else self._run.has_rows(batch)):
             return None
         self._is_busy[places] = True
         return batch
@@ -128,23 +130,24 @@ class _Episodes:
         places = places[is_over[places]]
         room = (rows.context.shape[1] - lengths).masked_fill(is_cut, 0)
         found = (values[places].tolist() for values in (starts, lengths, room))
-        calls = [self._request(*each) for each in zip(places.tolist(), *found, strict=True)]
-        self._submit(places, calls, self._add)
+        calls = zip(places.tolist(), *found, strict=True)
+        self._requests += [(place, self._request(place, *each)) for place, *each in calls]
+        self._is_busy[places] = True
 
     @property
     def _places(self) -> Tensor:
         places = self._rows.open_places
         return places[~self._is_busy[places]]
 
-    def _submit(self, places: Tensor, requests: Sequence[Request], then: AddReplies) -> None:
+    def _submit(self, calls: Sequence[tuple[int, Request]], then: AddReplies) -> None:
         """Call for the replies to rows, all together or of each row by itself; ``then`` receives them."""
         is_free, model, step = self._run.operator.is_free, self._run.model, self._sampling.step
-        self._is_busy[places] = True
-        size = 1 if is_free else max(1, len(places))
-        for first in range(0, len(places), size):
-            part = slice(first, first + size)
-            replies = self._caller.source.submit(requests[part], model.placed.name, model.replica, step)
-            self._awaited[replies] = places[part], then
+        size, rows = 1 if is_free else max(1, len(calls)), self._rows.batch.rows
+        for first in range(0, len(calls), size):
+            places, requests = zip(*calls[first : first + size], strict=True)
+            replies = self._caller.source.submit(requests, model.placed.name, model.replica, step)
+            self._awaited[replies] = rows.new_tensor(places), then
+            self._is_busy[self._awaited[replies][0]] = True
 
     def _receive_replies(self, condition: str, waits: bool) -> None:
         """Receive the replies that are there. ``waits``: until ``condition`` of ``concurrent.futures.wait`` holds."""
