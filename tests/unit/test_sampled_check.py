@@ -28,8 +28,8 @@ SIX = [0.5] * 6
         (None, ("guards.sampled_logprobs=off",), None),
         (None, ("debug.replay=runs/other",), None),
         (None, ("environment={path: game.py:Game}",), {"actor"}),
-        # log-probs of earlier turns are not kept
-        (None, ("environment={path: game.py:Game}", RECOMPUTE), set()),
+        # while an episode is played, log-probs of all its turns are kept
+        (None, ("environment={path: game.py:Game}", RECOMPUTE), {"actor"}),
         (None, ("algorithm={name: reward, prompts_per_step: 8}", "models.actor=null"), None),
     ],
 )
