@@ -53,7 +53,7 @@ def random_settings(random: Random) -> Raw:
         },
     }
     own = Random(repr(raw))
-    if name in ("grpo", "ppo", "raft") and not tokens and not is_dynamic and own.random() < 0.4:
+    if name in GENERATED and own.random() < 0.4:
         raw["environment"] = {"path": "games.py:Game", "max_turns": own.randint(1, 3)}
     if name == "grpo" and tokens and raw["rollout"]["groups"] == "wait" and own.random() < 0.7:
         algorithm["dynamic_sampling"] = {"rounds": own.randint(2, 3)}
