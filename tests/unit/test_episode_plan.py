@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+from collections import Counter
 from itertools import cycle
 
 import pytest
@@ -15,11 +17,16 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.reward_sources import ModelSource
 from flexrlhf.engines.base import Batch, Moments
 from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.guideline.simulation.inputs import costs_for
+from flexrlhf.guideline.simulation.simulate import simulate
+from flexrlhf.guideline.simulation.simulation_text import format_simulation
 from flexrlhf.metrics import EPISODE_FAILURES, FAILED_IN_A_ROW, METRICS, Triple
 from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.episodes import episodes
 from flexrlhf.objectives.reward_shaping import weighted_scores
 from flexrlhf.operators.outcomes import EPISODE_STATES, failed_state
+from flexrlhf.plan.plan import Plan
+from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.schedule_text import schedule_table
 from flexrlhf.strategies.instructions import Run
 from flexrlhf.trainer.controllers import Controllers
@@ -59,6 +66,37 @@ def test_algorithms_that_generate_have_episodes(name: str) -> None:
     algorithm = f"algorithm={{name: {name}, prompts_per_step: 8{samples}}}"
     longer = plan_of(None, 4, GAME.replace("2", "64"), algorithm, *cost)
     assert schedule_table(longer) == schedule_table(plan)
+
+
+MANY = 64
+H100S = "cluster={nodes: [{count: 1, devices: 4, class: H100-80G}]}"
+SHADOW = {"actor": 0.5, "actor.shadow": 0.5, "ref": 0.5, "reward": 0.5}
+
+
+@pytest.mark.parametrize("order", ["planned", "free"])
+@pytest.mark.parametrize(("placement", "overrides"), [("1,1,0.5", ()), (SHADOW, ("schedule.lag=1", "steps=5"))])
+def test_many_turns_are_planned_and_priced_in_linear_time(
+    placement: object, overrides: tuple[str, ...], order: str
+) -> None:
+    """Calls of functions stand for time. The text has as many lines for any number of turns."""
+    algorithm = "algorithm={name: grpo, prompts_per_step: 8, samples_per_prompt: 2, num_mini_batches: 4}"
+    further = algorithm, "schedule.num_chunks=4", f"rollout.order={order}", H100S, *overrides
+
+    def planned(turns: int) -> tuple[Plan, int]:
+        game, calls = f"environment={{path: game.py:Game, max_turns: {turns}}}", Counter[str]()
+        sys.setprofile(lambda frame, event, arg: calls.update([event]))
+        try:
+            plan = plan_of(placement, 4, game, *further)
+            text = format_plan(plan) + format_simulation(simulate(plan), costs_for(plan.spec, None))
+        finally:
+            sys.setprofile(None)
+        assert len(text.splitlines()) < 200
+        return plan, calls["call"]
+
+    few, few_calls = planned(MANY // 4)
+    plan, calls = planned(MANY)
+    assert calls < 4.2 * few_calls
+    assert schedule_table(plan) == schedule_table(few)
 
 
 TOGETHER = {
