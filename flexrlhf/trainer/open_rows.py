@@ -84,8 +84,7 @@ class OpenRows:
         most_tokens:  that a row samples in a step; None: to its end.
         """
         shape, rows = run.shape, batch.rows
-        samples = shape.samples_per_prompt
-        ages = rows // samples % shape.segments
+        ages, taken = _as_taken(shape, rows)
         state = _carried(run, batch, before, lengths)
         # without dynamic sampling every step takes as many prompts as there are places
         is_taken = batch.columns.get(Column.POSITION, torch.zeros_like(rows)) >= 0
@@ -100,7 +99,6 @@ class OpenRows:
         padding = batch["prompts"].new_full((len(batch), lengths.response), pad_token_id)
         begun = torch.cat([batch["prompts"], padding], 1)
         state["tokens"] = begun.where(is_new[:, None], state["tokens"])
-        taken = rows // (samples * shape.segments) * samples + rows % samples
         left = torch.full_like(rows, lengths.response if most_tokens is None else most_tokens)
         return cls(batch, shape, ages, step - ages, taken, exists, state, left)
 
@@ -230,16 +228,23 @@ class OpenRows:
 
 def whole_responses(run: OperatorRun, batch: Batch) -> Columns:
     """Return ``present`` (n,) of the rows of ``batch``, of which several operators have generated a response each."""
-    shape, samples = run.shape, run.shape.samples_per_prompt
+    shape = run.shape
     suffixes = [name.removeprefix("finished") for name in run.operator.reads if plain(name) == "finished"]
     ends = [
         _have_ended(batch[f"response_mask{s}"], batch[f"finished{s}"], batch.columns.get(f"episode{s}"))
         for s in suffixes
     ]
-    is_last = batch.rows // samples % shape.segments == shape.segments - 1
+    is_last = _as_taken(shape, batch.rows)[0] == shape.segments - 1
     # places without a prompt have no text
     is_whole = batch["attention_mask"].bool().any(1) & (torch.stack(ends).all(0) | is_last)
-    return {Column.PRESENT: _present(is_whole, samples)}
+    return {Column.PRESENT: _present(is_whole, shape.samples_per_prompt)}
+
+
+def _as_taken(shape: BatchShape, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``BatchShape.as_taken`` of ``rows`` int64 (n,)."""
+    samples = shape.samples_per_prompt
+    prompts = rows // samples
+    return prompts % shape.segments, prompts // shape.segments * samples + rows % samples
 
 
 def _have_ended(mask: Tensor, finished: Tensor, episode: Tensor | None) -> Tensor:
@@ -256,7 +261,7 @@ def _carried(run: OperatorRun, batch: Batch, before: RowStore | None, lengths: L
     """Return the columns (n, ...) that ``run`` writes or carries, named without its suffix: carried ones as the step
     ``before`` has left them, zeros of others."""
     columns, empty, samples = Columns(), RowStore(lengths, batch.rows.device), run.shape.samples_per_prompt
-    continues, suffix = batch.rows // samples % run.shape.segments > 0, run.operator.suffix
+    continues, suffix = _as_taken(run.shape, batch.rows)[0] > 0, run.operator.suffix
     earlier = (batch.rows[continues] - samples).tolist()
     for name in dict.fromkeys((*run.operator.writes, *run.operator.carries, LOGPROBS[0])):
         none, own = empty.get(name, ()), name.removesuffix(suffix)
