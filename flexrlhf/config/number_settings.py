@@ -127,6 +127,7 @@ def _rollout(spec: Spec) -> dict[str, Any]:
     if spec.num_segments > 1:
         settings |= {"segment_tokens": rollout.segment_tokens, "max_segments": spec.num_segments}
         settings |= {"groups": rollout.groups} if rollout.groups != "wait" else {}
+        settings |= {"late_replies": rollout.late_replies} if rollout.late_replies != "await" else {}
     if isinstance(spec.algorithm, AcShareSpec) and spec.most_stale:
         settings["engine"] = spec.rollout.engine
     return settings

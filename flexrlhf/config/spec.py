@@ -127,7 +127,7 @@ class RolloutSpec(StrictModel):
     """Argument of vLLM by which its CUDA graphs leave the device, too, while it sleeps. By itself it keeps them there.
     """
     OF_ALL: ClassVar[tuple[str, ...]] = (
-        *("engine", "logprobs", "segment_tokens", "max_segments", "groups", "order", "special_tokens"),
+        *("engine", "logprobs", "segment_tokens", "max_segments", "groups", "order", "late_replies", "special_tokens"),
     )
     """Settings that every engine has."""
 
@@ -198,6 +198,12 @@ class RolloutSpec(StrictModel):
         "so that a run repeats to the last bit; free: each row goes on when its reply is there, with the same tokens "
         "but for ties, since rounding depends on which rows are decoded together",
     )
+    late_replies: Literal["await", "carry"] = Field(
+        "await",
+        description="of segments with order: free: await: a step's generation ends when all replies are there; carry: "
+        "when nothing is left to decode but rows whose reply is late, which the next step goes on with; the run "
+        "records them, so that it repeats when it is resumed",
+    )
     special_tokens: Literal["keep", "skip"] = Field(
         "keep",
         description="in the text of responses that scores, stop strings and samples.jsonl have (any engine): keep: all "
@@ -217,6 +223,13 @@ class RolloutSpec(StrictModel):
             raise ValueError(f"max_segments {self.max_segments} counts segments: give segment_tokens, or remove it")
         if self.groups != "wait" and self.segment_tokens is None:
             raise ValueError(f"groups: {self.groups} goes with segments: give segment_tokens, or remove it")
+        if self.late_replies == "carry" and self.segment_tokens is None:
+            raise ValueError("late_replies: carry has a later step go on with a row: give segment_tokens, or remove it")
+        if self.late_replies == "carry" and self.order != "free":
+            raise ValueError(
+                f"late_replies: carry is for rows that go on one by one, and with order: {self.order} they await their "
+                f"replies together: give order: free, or remove it"
+            )
         return self
 
     @model_validator(mode="after")

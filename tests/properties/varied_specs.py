@@ -130,7 +130,7 @@ EXAMPLES: Examples = {
     "RuleSource.pattern": NOTHING,
     "RuleSource.target_tokens": NOTHING,
     # of episodes: _with_environment
-    "RolloutSpec.order": APART,
+    **dict.fromkeys(("RolloutSpec.order", "RolloutSpec.late_replies"), APART),
     "RolloutSpec.config": ({"max_num_seqs": 8}, {}),
     **dict.fromkeys([f"RolloutSpec.{name}" for name in ("engine", "tp", "process", "dtype", "kv_tokens")], NOTHING),
     # its placement and engine: random_specs
@@ -207,6 +207,8 @@ def _with_environment(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
     changed = raw | {"environment": random_settings(rng, EnvironmentSpec, EXAMPLES, 0.3)}
     if chance(rng, 0.5):
         changed["rollout"] = raw.get("rollout", {}) | {"order": "free"}
+        if "segment_tokens" in changed["rollout"] and chance(Random(f"late {raw}"), 0.5):
+            changed["rollout"]["late_replies"] = "carry"
     try:
         return changed, make_plan(Spec.parse(changed))
     except UserError:

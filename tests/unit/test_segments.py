@@ -165,6 +165,15 @@ def test_each_group_that_is_left_out_is_replaced_by_the_next_prompt() -> None:
         ),
         ((ENDED,), "config: rollout: groups: as-ended goes with segments: give segment_tokens, or remove it"),
         (
+            ("rollout={late_replies: carry, order: free}",),
+            "config: rollout: late_replies: carry has a later step go on with a row: give segment_tokens, or remove it",
+        ),
+        (
+            (THREE, "rollout.late_replies=carry"),
+            "config: rollout: late_replies: carry is for rows that go on one by one, and with order: planned they "
+            "await their replies together: give order: free, or remove it",
+        ),
+        (
             ("rollout.segment_tokens=9",),
             "rollout.segment_tokens: 9 cuts nothing, since data.max_response_tokens is 8; use less, or null",
         ),
