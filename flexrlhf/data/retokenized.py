@@ -1,4 +1,4 @@
-"""Texts of one tokenizer in the tokens of another: a prompt and a response as a model of another family reads them."""
+"""Texts of one tokenizer in the tokens of another: a prompt and what follows as another model reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexrlhf.config.data_settings import ControlUse
 from flexrlhf.data.chat import ChatTemplate, own_template
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.examples import Example
-from flexrlhf.data.messages import Chat, Message, is_assistant
+from flexrlhf.data.messages import Chat, is_assistant
 from flexrlhf.data.text_example import TextExample
 from flexrlhf.errors import UserError
 
@@ -30,15 +30,17 @@ class TextEncoder:
     limit: int
     control: ControlUse = "auto"
 
-    def encode(self, example: Example, response: str, is_finished: bool) -> tuple[list[int], bool]:
-        """Return the tokens of a prompt with a response to it, and whether some were cut off.
+    def encode(self, example: Example, behind: Chat, is_finished: bool) -> tuple[list[int], bool]:
+        """Return the tokens of a prompt with the turns ``behind`` it, and whether some were cut off.
 
-        A chat is rendered by the model's own template. A text gets what the tokenizer adds to texts, and its end token
-        behind a response that ``is_finished``. Raises UserError for a chat that no template renders.
+        A chat is rendered by the model's own template. A text goes on with the contents of the turns; it gets what the
+        tokenizer adds to texts, and its end token if the last turn ``is_finished``. Raises UserError for a chat that no
+        template renders.
         """
         row = self._controls.mark_row(TextExample(example.text, turns=example.turns), self.control)
-        response = self._controls.mark(response)
-        ids = self._chat(row.turns, response) if row.turns else self._text(row.prompt + response, is_finished)
+        behind = tuple(replace(each, content=self._controls.mark(each.content)) for each in behind)
+        text = row.prompt + "".join(each.content for each in behind)
+        ids = self._chat(row.turns, behind) if row.turns else self._text(text, is_finished)
         return ids[-self.limit :], len(ids) > self.limit
 
     @cached_property
@@ -55,23 +57,27 @@ class TextEncoder:
             raise UserError(f"{self.key}: its tokenizer has no token for an empty text; give a model with an end token")
         return ids
 
-    def _chat(self, turns: Chat, response: str) -> list[int]:
-        """Return the tokens of a chat; a last turn of the assistant goes on with the response."""
+    def _chat(self, turns: Chat, behind: Chat) -> list[int]:
+        """Return the tokens of a chat with the turns ``behind`` it."""
         if own_template(self.tokenizer) is None:
             raise UserError(
                 f"{self.key}: the data is chat, and its tokenizer has no chat template; copy that of the model into "
                 f"its directory"
             )
         try:
-            text = ChatTemplate(self.tokenizer).chat(_with_response(turns, response))
+            text = ChatTemplate(self.tokenizer).chat(_joined(turns, behind))
         except UserError as error:
             raise UserError(f"{self.key}: {error}") from None
         # a template writes bos itself
         return self._controls.encode(text)
 
 
-def _with_response(turns: Chat, response: str) -> Chat:
-    last = turns[-1]
-    if is_assistant(last):
-        return (*turns[:-1], replace(last, content=last.content + response))
-    return (*turns, Message("assistant", response))
+def _joined(turns: Chat, behind: Chat) -> Chat:
+    """Return all turns; one of the assistant goes on with the next one that is its own as well."""
+    for each in behind:
+        last = turns[-1]
+        if is_assistant(last) and is_assistant(each):
+            turns = (*turns[:-1], replace(last, content=last.content + each.content))
+        else:
+            turns = (*turns, each)
+    return turns

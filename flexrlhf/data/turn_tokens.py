@@ -80,6 +80,26 @@ class TurnTokens:
         text = self._template.prompt((*row.turns, *self._messages(replies)), is_bounded=False)
         return tuple(self._controls.encode(text))
 
+    def reset_messages(self, example: Example, ids: Sequence[int]) -> Replies | None:
+        """Return the messages of ``reset`` in the prompt ``ids`` of a chat, as ``prompt`` has returned it.
+
+        None if they cannot be read: the prompt was truncated, or another template renders the chat with them.
+        """
+        if tuple(ids) == example.prompt:
+            return ()
+        text, heads = self._tokenizer.decode(ids), dict[str, str]()
+        for role in ROLES:
+            try:
+                begun = self._tokenizer.decode(self._prompt(example, [(role, _CONTENT)]))
+            except UserError:
+                continue
+            head, found, _ = begun.partition(_CONTENT)
+            if found and text.startswith(head):
+                heads[head] = role
+        # behind its first message a reset is written as any reply
+        head = max(heads, key=len, default="")
+        return self._read_behind(heads[head], text[len(head) :]) if heads else None
+
     def reply(self, messages: Replies, is_ended: bool, is_chat: bool = True, end: int | None = None) -> tuple[int, ...]:
         """Return the ids between a turn that was sampled and the next one.
 
@@ -97,37 +117,46 @@ class TurnTokens:
 
         A text that no template has written has role "".
         """
-        found = () if self._template is None else self._read(self._tokenizer.decode(ids))
-        return found or (("", self._tokenizer.decode(ids, skip_special_tokens=True)),)
+        found = None if self._template is None else self._read(self._tokenizer.decode(ids))
+        return (("", self._tokenizer.decode(ids, skip_special_tokens=True)),) if found is None else found
 
-    def _read(self, text: str) -> Replies:
-        """Return the messages of a text that the template has written behind a turn; none of another one."""
+    def _read(self, text: str) -> Replies | None:
+        """Return the messages of a text that the template has written behind a turn; None of another one."""
         around = self._around()
-        heads = ((parts[0], roles[0]) for (roles, _), parts in around.items() if text.startswith(parts[0]))
+        if any(text == parts[0] for (roles, _), parts in around.items() if not roles):
+            return ()
+        heads = ((parts[0], roles[0]) for (roles, _), parts in around.items() if roles and text.startswith(parts[0]))
         head, role = max(heads, default=("", ""))
-        messages, rest = list[tuple[str, str]](), text[len(head) :]
-        while role:
+        return self._read_behind(role, text[len(head) :]) if role else None
+
+    def _read_behind(self, role: str, rest: str) -> Replies | None:
+        """Return the messages of a text behind the beginning of a turn of ``role``; None if the template has not
+        written its end."""
+        around, messages = self._around(), list[tuple[str, str]]()
+        while True:
             found = [
                 (rest.find(parts[1]), -len(parts[1]), parts[1], roles[1])
                 for (roles, _), parts in around.items()
                 if len(roles) == 2 and roles[0] == role and parts[1] in rest
             ]
             if not found:
-                _, tail = around.get(((role,), "rest"), ("", ""))
-                return (*messages, (role, rest.removesuffix(tail))) if rest.endswith(tail) else ()
+                parts = around.get(((role,), "rest"))
+                # of a role that no turn of the assistant may be in front of, nothing is known
+                if parts is None or not rest.endswith(parts[1]):
+                    return None
+                return (*messages, (role, rest.removesuffix(parts[1])))
             _, _, between, later = min(found)
             content, _, rest = rest.partition(between)
             messages.append((role, content))
             role = later
-        return ()
 
     def _text_around(self) -> dict[tuple[tuple[str, ...], str], list[str]]:
-        """Return the template's text around one message and two, by their roles and what is written of the end of the
-        turn before: all, the rest, or no token that the next turn begins with.
+        """Return the template's text around no message, one and two, by their roles and what is written of the
+        end of the turn before: all, the rest, or no token that the next turn begins with.
 
         It is that of the ids: some tokenizers decode no space in front of a text.
         """
-        roles = [each for count in (1, 2) for each in product(ROLES, repeat=count)]
+        roles = [each for count in (0, 1, 2) for each in product(ROLES, repeat=count)]
         found = {(each, written): parts for each in roles for written, parts in self._parts(each).items()}
         return {key: parts for key, parts in found.items() if len(parts) == len(key[0]) + 1}
 

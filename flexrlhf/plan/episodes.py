@@ -13,7 +13,7 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import Column
+from flexrlhf.operators.columns import Column, plain
 from flexrlhf.operators.graph import ENVIRONMENT, GENERATE, Graph, Operator
 
 LOGPROBS = frozenset(("logprobs", "computed_logprobs", "trainer_logprobs"))
@@ -66,7 +66,7 @@ def _of_episodes(operator: Operator, suffixes: Sequence[str]) -> tuple[Operator,
     suffixes: of the responses to a prompt, a greedy one among them.
 
     A forward of the policy's log-probs has them of sampled tokens alone, as generation has; rows whose environment
-    failed are not counted; functions receive turns.
+    failed are not counted; functions and models with another tokenizer receive turns.
     """
     if operator.kind == "generate":
         written = (*operator.writes, *(f"{name}{operator.suffix}" for name in STATE))
@@ -76,8 +76,9 @@ def _of_episodes(operator: Operator, suffixes: Sequence[str]) -> tuple[Operator,
         return (replace(operator, reads=(*operator.reads, "response_mask")),)
     if "outcome" in operator.writes:
         return (replace(operator, reads=(*operator.reads, *(f"episode{suffix}" for suffix in suffixes))),)
-    if operator.kind == "score":
-        return (replace(operator, reads=(*operator.reads, Column.TURN_ENDS)),)
+    if operator.kind in ("score", "retokenize"):
+        (suffix,) = (each.removeprefix("response_mask") for each in operator.reads if plain(each) == "response_mask")
+        return (replace(operator, reads=(*operator.reads, f"{Column.TURN_ENDS}{suffix}")),)
     return (operator,)
 
 
@@ -91,5 +92,3 @@ def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:
             f"environment.turn_tokens: {environment.turn_tokens}, and a response has {longest} tokens at most "
             f"(data.max_response_tokens), replies included; use {longest} or less"
         )
-    if any(operator.kind == "retokenize" for operator in graph.operators):
-        raise UserError("environment: a model with retokenize reads responses without replies; use its own tokenizer")

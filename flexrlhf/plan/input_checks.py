@@ -11,6 +11,7 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.files import is_present
+from flexrlhf.data.messages import Message
 from flexrlhf.environments.sources import check_environment
 from flexrlhf.environments.tool_schemas import check_class, has_code
 from flexrlhf.errors import UserError, nearest, shown, some_of
@@ -207,9 +208,11 @@ def _check_text_limit(role: str, model: ModelSpec, config: dict[str, Any]) -> No
 def _check_retokenized(plan: Plan, role: str, data: RunData) -> None:
     """Encode the first prompt of each file for a role with a tokenizer of its own, as its ranks would."""
     if plan.model(role).retokenize:
-        encoder = plan.data.text_encoder(role)
+        encoder, environment = plan.data.text_encoder(role), plan.spec.environment
+        replier = "tool" if environment is not None and environment.tools else "user"
+        turns = [Message("assistant", ""), *([Message(replier, "x"), Message("assistant", "")] if environment else [])]
         for example in (*data.examples[:1], *data.evaluation[:1]):
-            encoder.encode(example, "", is_finished=True)
+            encoder.encode(example, tuple(turns), is_finished=True)
 
 
 def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.reward_sources import FunctionSource, Level
 from flexrlhf.data.examples import Example
+from flexrlhf.data.messages import Message
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.engines.models import load_model
 from flexrlhf.engines.scalar_head import score_rule
@@ -114,7 +115,8 @@ class ModelScores:
             raise UserError(f"a model gives one score a response here, and the request is one of level {level}")
         texts = zip(batch.prompts, batch.responses, strict=True)
         with self._lock:
-            ids = [self._encoder.encode(Example((), (), (), prompt), response, True)[0] for prompt, response in texts]
+            rows = [(Example((), (), (), prompt), (Message("assistant", response),)) for prompt, response in texts]
+            ids = [self._encoder.encode(*row, is_finished=True)[0] for row in rows]
             return Reply([score for part in self._parts(ids) for score in self._pass(part)])
 
     def close(self) -> None:

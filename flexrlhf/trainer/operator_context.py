@@ -11,6 +11,7 @@ import torch.distributed as dist
 from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.retokenized import TextEncoder
+from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.engines.base import Sampling
 from flexrlhf.plan.plan import Plan
 from flexrlhf.trainer.episode_turns import EnvironmentCaller
@@ -37,6 +38,7 @@ class OperatorContext:
     encoders:  from text to tokens, by role, for models with a tokenizer of their own.
     environments: caller of the environments of episodes; None: there are none.
     text:      tokens of a response to the text that scores read.
+    turns:     tokens around replies of environments; None: responses are no episodes.
     """
 
     spec: Spec
@@ -49,6 +51,7 @@ class OperatorContext:
     encoders: Mapping[str, TextEncoder] = field(default_factory=dict)
     environments: EnvironmentCaller | None = None
     text: Callable[[Sequence[int]], str] = str
+    turns: TurnTokens | None = None
 
     @classmethod
     def by_itself(cls, spec: Spec, sampling: Sampling, device: torch.device) -> OperatorContext:
@@ -74,7 +77,17 @@ def make_operator_context(rank: RankContext) -> OperatorContext:
     encoders = make_text_encoders(rank.plan, rank.models)
     sampling = step_sampling(rank)
     return OperatorContext(
-        spec, sampling, world.device, rank.scorers, rank.decode, guard, check, encoders, rank.environments, rank.text
+        spec,
+        sampling,
+        world.device,
+        rank.scorers,
+        rank.decode,
+        guard,
+        check,
+        encoders,
+        rank.environments,
+        rank.text,
+        rank.turns,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexrlhf.comm.world import Groups, Wait, World
-from flexrlhf.data.turn_tokens import ReadReply
+from flexrlhf.data.turn_tokens import ReadReply, TurnTokens
 from flexrlhf.display.events import EventSender
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.placement.placed import ModelName
@@ -43,7 +43,7 @@ class RankContext:
     scorers:    functions, services and rules that score responses.
     decode:     tokens to text, special tokens included.
     text:       tokens of a response to the text that scores and stop strings read.
-    read_reply: tokens of a reply to its messages; None without an environment.
+    turns:      tokens around replies of environments; None without any.
     environments: caller of the environments of this rank's rows; None without any.
     start_bytes:  the most memory before the first instruction, by ``load`` and ``resume``.
     report_memory: displays memory in use next to the planned one, on rank 0 with a GPU.
@@ -63,7 +63,7 @@ class RankContext:
     scorers: ExternalScorers
     decode: Callable[..., str]
     text: ResponseText
-    read_reply: ReadReply | None
+    turns: TurnTokens | None
     environments: EnvironmentCaller | None
     start_bytes: dict[str, int]
     report_memory: ReportMemory
@@ -71,6 +71,11 @@ class RankContext:
     @property
     def rank(self) -> int:
         return self.world.rank
+
+    @property
+    def read_reply(self) -> ReadReply | None:
+        """Messages of the tokens of a reply; None without an environment."""
+        return None if self.turns is None else self.turns.messages
 
     @property
     def directory(self) -> RunDirectory:
@@ -140,9 +145,8 @@ def open_rank(
         events.note(plan.spec.name, f"{log.num_found} replies of environments since the last checkpoint are used again")
     turns = None if plan.spec.environment is None else plan.data.turn_tokens(tokenizer)
     environments = make_environment_caller(plan, world, turns, decode, log)
-    read_reply = None if turns is None else turns.messages
     text = ResponseText.of(plan.spec, tokenizer, (data.pad_token_id, *data.eos_token_ids))
-    scorers = make_external_scorers(plan.graph, plan.spec, text, read_reply)
+    scorers = make_external_scorers(plan.graph, plan.spec, text, None if turns is None else turns.messages)
     copies = CopyStreams(world.device, plan.spec.debug)
     models = load_models(plan, world, groups, flight.progress.wait, data.pad_token_id, copies, report)
     report("models are loaded", models)
@@ -163,7 +167,7 @@ def open_rank(
         scorers,
         decode,
         text,
-        read_reply,
+        turns,
         environments,
         start_bytes,
         report,

@@ -90,7 +90,7 @@ def _computed(
             return context.scorers.score(operator, batch, run.examples_of(batch), run.model.replica)
         case "retokenize":
             encoder, decode = context.encoders[operator.function], context.text
-            return retokenized(operator, batch, run.examples_of(batch), encoder, decode)
+            return retokenized(operator, batch, run.examples_of(batch), encoder, decode, context.turns)
         case "combine":
             return _combine(run, batch, store, context, before)
     raise AssertionError(f"{operator.name} is no operator that computes columns of rows")

@@ -7,6 +7,7 @@ prompts and responses in its own tokens, which the ranks of the responses comput
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,8 +17,9 @@ from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.reward_sources import ModelSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
+from flexrlhf.data.messages import Chat, Message
 from flexrlhf.data.retokenized import TextEncoder
-from flexrlhf.data.turn_tokens import ReadReply
+from flexrlhf.data.turn_tokens import ReadReply, TurnTokens
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import Column, plain
@@ -105,35 +107,45 @@ class ExternalScorers:
 
         The turns of an episode are joined by line breaks.
         """
-        mask = batch["response_mask"].bool().cpu()
-        responses = batch["tokens"][:, -mask.shape[1] :].cpu()
-        counts = batch["attention_mask"][:, -mask.shape[1] :].sum(1).tolist()
-        ends = batch[Column.TURN_ENDS].cpu() if Column.TURN_ENDS in batch.columns else torch.zeros_like(mask)
         samples = []
-        for row, (example, count) in enumerate(zip(examples, counts, strict=True)):
-            parts = [
-                (is_sampled, responses[row, places.start : places.stop].tolist())
-                for is_sampled, places in parts_of(mask[row], ends[row], count)
-            ]
+        for example, parts in zip(examples, _parts(batch), strict=True):
             spoken = [tokens for is_sampled, tokens in parts if is_sampled]
             response = [token for tokens in spoken for token in tokens]
             text, characters = _joined(self._decode, spoken, len(response)), partial(_length, self._decode, spoken)
             turns = [{"role": turn.role, "content": turn.content} for turn in example.turns]
-            conversation = [] if self._read_reply is None else list(self._messages(parts, self._read_reply))
+            conversation = []
+            if self._read_reply is not None:
+                said = _conversation(parts, self._decode, self._read_reply)
+                conversation = [{"role": role or "environment", "content": content} for role, content in said]
             samples.append(
                 Sample(*(example.text, text, len(response), example.columns, characters, response, turns, conversation))
             )
         return samples
 
-    def _messages(self, parts: Iterable[tuple[bool, Sequence[int]]], read_reply: ReadReply) -> Iterator[dict[str, str]]:
-        """Yield the turns of an episode and the messages between them."""
-        for is_sampled, tokens in parts:
-            found = [("assistant", self._decode(tokens))] if is_sampled else read_reply(tokens)
-            yield from ({"role": role or "environment", "content": content} for role, content in found)
-
     def close(self) -> None:
         for scorer in self._scorers.values():
             scorer.close()
+
+
+def _parts(batch: Batch) -> Iterator[list[tuple[bool, list[int]]]]:
+    """Yield the turns and the replies of each response in ``batch``: whether they are sampled, and their tokens."""
+    mask = batch["response_mask"].bool().cpu()
+    responses = batch["tokens"][:, -mask.shape[1] :].cpu()
+    counts = batch["attention_mask"][:, -mask.shape[1] :].sum(1).tolist()
+    ends = batch[Column.TURN_ENDS].cpu() if Column.TURN_ENDS in batch.columns else torch.zeros_like(mask)
+    for row, count in enumerate(counts):
+        yield [
+            (is_sampled, responses[row, places.start : places.stop].tolist())
+            for is_sampled, places in parts_of(mask[row], ends[row], count)
+        ]
+
+
+def _conversation(
+    parts: Iterable[tuple[bool, Sequence[int]]], decode: DecodeTokens, read_reply: ReadReply
+) -> Iterator[tuple[str, str]]:
+    """Yield roles and contents of the turns of an episode and the messages between them; role "" of a plain text."""
+    for is_sampled, tokens in parts:
+        yield from [("assistant", decode(tokens))] if is_sampled else read_reply(tokens)
 
 
 def make_external_scorers(
@@ -196,16 +208,26 @@ def make_text_encoders(plan: Plan, models: Mapping[ModelName, LoadedModel]) -> d
 
 
 def retokenized(
-    operator: Operator, batch: Batch, examples: Sequence[Example], encoder: TextEncoder, decode: DecodeTokens
+    operator: Operator,
+    batch: Batch,
+    examples: Sequence[Example],
+    encoder: TextEncoder,
+    decode: DecodeTokens,
+    turns: TurnTokens | None = None,
 ) -> tuple[Columns, Moments]:
     """Return the columns that ``operator`` writes, left-padded, and the share of sequences that were cut off.
 
     examples:  one for each row of ``batch``.
     decode:    tokens of the policy to the text that scores read.
+    turns:     tokens around replies of environments; None: responses are no episodes.
     """
+    rows = zip(examples, _prompts(batch), _parts(batch), batch["finished"].tolist(), strict=True)
     texts = [
-        encoder.encode(example, _response(tokens, () if example.turns else prompt, decode), finished)
-        for example, (prompt, tokens, finished) in zip(examples, _rows(batch), strict=True)
+        encoder.encode(
+            *(_chat(example, prompt, parts, decode, turns) if example.turns else _text(example, prompt, parts, decode)),
+            bool(finished),
+        )
+        for example, prompt, parts, finished in rows
     ]
     ids = torch.zeros(len(texts), encoder.limit, dtype=torch.int32)
     mask = torch.zeros_like(ids, dtype=torch.uint8)
@@ -219,20 +241,46 @@ def retokenized(
     return {name: columns[name.partition(".")[0]].to(device) for name in written}, {"text_cut": moments(cut)}
 
 
-def _rows(batch: Batch) -> list[tuple[list[int], list[int], bool]]:
-    """Return the prompt, the response and whether that is finished, of each row."""
-    tokens, text = batch["tokens"].cpu(), batch["attention_mask"].bool().cpu()
-    response, width = batch["response_mask"].bool().cpu(), batch["tokens"].shape[1] - batch["response_mask"].shape[1]
-    finished = batch["finished"].tolist()
-    return [
-        (_masked(tokens[row, :width], text[row, :width]), _masked(tokens[row, width:], response[row]), bool(done))
-        for row, done in enumerate(finished)
-    ]
+def _prompts(batch: Batch) -> list[list[int]]:
+    """Return the prompt of each row, with the messages of a reset."""
+    tokens, mask = batch["tokens"].cpu(), batch["attention_mask"].bool().cpu()
+    width = tokens.shape[1] - batch["response_mask"].shape[1]
+    return [row[:width][is_text[:width]].tolist() for row, is_text in zip(tokens, mask, strict=True)]
 
 
-def _masked(tokens: Tensor, mask: Tensor) -> list[int]:
-    found: list[int] = tokens[mask].tolist()
-    return found
+def _text(
+    example: Example, prompt: Sequence[int], parts: Iterable[tuple[bool, Sequence[int]]], decode: DecodeTokens
+) -> tuple[Example, Chat]:
+    """Return a row that is a text, and the text behind it: of a reset, of turns and of replies.
+
+    A prompt that was truncated because of the reset is read as the policy read it.
+    """
+    behind, number = [token for _, tokens in parts for token in tokens], len(example.prompt)
+    if tuple(prompt[:number]) == example.prompt:
+        prompt, behind = prompt[:number], [*prompt[number:], *behind]
+    else:
+        example = replace(example, text=decode(prompt))
+    return example, (Message("assistant", _response(behind, prompt, decode)),)
+
+
+def _chat(
+    example: Example,
+    prompt: Sequence[int],
+    parts: Iterable[tuple[bool, Sequence[int]]],
+    decode: DecodeTokens,
+    turns: TurnTokens | None,
+) -> tuple[Example, Chat]:
+    """Return a row that is a chat, and the turns behind it: messages of a reset, the policy's and of replies.
+
+    A prompt whose messages cannot be read, since it was truncated because of the reset, is one turn of the user.
+    """
+    if turns is None:
+        return example, (Message("assistant", decode([token for _, tokens in parts for token in tokens])),)
+    reset = turns.reset_messages(example, prompt)
+    if reset is None:
+        example = replace(example, turns=(Message("user", decode(prompt)),))
+    said = list(_conversation(parts, decode, turns.messages)) or [("assistant", "")]
+    return example, tuple(Message(role or "user", content) for role, content in (*(reset or ()), *said))
 
 
 def _response(tokens: Sequence[int], prompt: Sequence[int], decode: DecodeTokens) -> str:

@@ -197,6 +197,7 @@ ALGORITHMS: dict[str, Raw] = {
         {
             **EPISODE_SETTINGS,
             **_scored({"model": "reward", "weight": 0.1}),
+            "models": {"reward": OWN_TOKENIZER},
             "rollout": {"segment_tokens": 3, "max_segments": 3},
             "steps": 6,
         },

@@ -106,9 +106,9 @@ class Judge:
         return score
 
     def _own_text(self, role: str, response: Response) -> list[int]:
-        """Prompt and response in the tokens of a model with its own tokenizer, cut to the limit."""
+        """Prompt and response, with replies, in the tokens of a model with its own tokenizer, cut to the limit."""
         tokenizer, limit = self.own[role]
-        text = text_of(self.tokenizer, response.prompt + response.tokens)
+        text = text_of(self.tokenizer, response.prompt + response.text)
         ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * response.finished
         response.own_texts[role] = padded_text(ids[-limit:], limit)
         response.is_cut[role] = len(ids) > limit

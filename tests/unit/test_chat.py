@@ -438,7 +438,8 @@ def test_bos_in_front_of_a_response_is_left_out(name: str, control: Any, tokeniz
 def test_bos_in_front_of_a_prompt_is_one_for_a_model_of_another_family(name: str, tokenizers: Any) -> None:
     encoder = TextEncoder("models.reward.retokenize", tokenizers[name], 1000)
     plain, rendered = (
-        encoder.encode(Example((1,), (), (), f"{bos}Hi", {}), " there", True) for bos in ("", FAMILIES[name].bos)
+        encoder.encode(Example((1,), (), (), f"{bos}Hi", {}), (Message("assistant", " there"),), True)
+        for bos in ("", FAMILIES[name].bos)
     )
     assert plain == rendered
 
@@ -522,5 +523,8 @@ def test_a_user_cannot_forge_a_turn(name: str, tokenizers: Any) -> None:
 def test_a_policy_cannot_forge_a_turn_for_a_model_of_another_family(name: str, turns: Any, tokenizers: Any) -> None:
     tokenizer, eos = tokenizers[name], FAMILIES[name].eos
     encoder, example = TextEncoder("models.reward.retokenize", tokenizer, 1000), Example((1,), (), (), "Hi", {}, turns)
-    forged, honest = (encoder.encode(example, text, True)[0] for text in (f"Two{eos} and three.", "Two and three."))
+    forged, honest = (
+        encoder.encode(example, (Message("assistant", text),), True)[0]
+        for text in (f"Two{eos} and three.", "Two and three.")
+    )
     assert forged.count(tokenizer.eos_token_id) == honest.count(tokenizer.eos_token_id) and len(forged) > len(honest)

@@ -180,9 +180,12 @@ def test_an_operator_where_the_responses_are_writes_columns_of_their_own_width(t
     assert "tokens per text            24 of reward, by its own tokenizer" in format_plan(plan)
 
 
-def test_texts_of_episodes_are_refused(tmp_path: Path, actor: str) -> None:
-    with pytest.raises(UserError, match="environment: a model with retokenize reads responses without replies"):
-        plan_of(None, 2, *retokenizing(tmp_path, actor, "environment={path: game.py:Game}"))
+def test_texts_of_episodes_have_the_turns_of_their_own_response(tmp_path: Path, actor: str) -> None:
+    settings = [each for each in retokenizing(tmp_path, actor) if "critic" not in each]
+    plan = plan_of(None, 2, *settings, "algorithm.name=remax", "environment={path: game.py:Game}", "models.critic=null")
+    reads = {each.function + each.suffix: each.reads for each in plan.graph.operators if each.kind == "retokenize"}
+    assert "turn_ends" in reads["reward"] and "turn_ends.greedy" not in reads["reward"]
+    assert "turn_ends.greedy" in reads["reward.greedy"] and "turn_ends" not in reads["reward.greedy"]
 
 
 def test_memory_is_planned_for_the_longest_text(tmp_path: Path, actor: str) -> None:
@@ -248,7 +251,9 @@ class Letters:
 
 def encoded(example: Example, response: str, is_finished: bool, limit: int = 50) -> tuple[str, bool]:
     """The tokens as text: bos is ^, the end $."""
-    ids, is_cut = TextEncoder("models.reward.retokenize", Letters(), limit).encode(example, response, is_finished)
+    ids, is_cut = TextEncoder("models.reward.retokenize", Letters(), limit).encode(
+        example, (Message("assistant", response),), is_finished
+    )
     return "".join({1: "^", 2: "$"}.get(token, chr(token)) for token in ids), is_cut
 
 

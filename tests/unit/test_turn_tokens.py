@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers.utils import get_json_schema
 
 from benchmarks.peers.chat_tokenizers import FAMILIES, build_chat_tokenizer
@@ -15,8 +19,13 @@ from flexrlhf.data.encoding import RowEncoder
 from flexrlhf.data.examples import Example, TokenLimits
 from flexrlhf.data.forms import TextExample
 from flexrlhf.data.messages import Message
+from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.turn_tokens import TurnTokens
+from flexrlhf.engines.base import Batch
 from flexrlhf.errors import UserError
+from flexrlhf.operators.columns import TEXT, qualified
+from flexrlhf.operators.graph import Operator
+from flexrlhf.trainer.text_operators import retokenized
 
 SCHEMAS = tuple(map(get_json_schema, TOOLS))
 QUESTION, REPLY, NEXT = "Name two primes.", "Two and three.", "What is the capital of France?"
@@ -196,3 +205,61 @@ def test_a_template_for_tools_is_used_with_tools(tmp_path: Path, tokenizers: Any
     tokenizer.chat_template = {"tool_use": tokenizer.chat_template, "default": THOUGHTLESS}
     own = TurnTokens(tokenizer, ChatFormat(tools=SCHEMAS)).prompt(row_of(QUESTION), ())
     assert own == ids_of(tokenizers["qwen2_5"], chat(QUESTION), tools=list(TOOLS))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_messages_of_a_reset_are_read_out_of_a_prompt(name: str, tokenizers: Any) -> None:
+    tokens = TurnTokens(tokenizers[name], ChatFormat())
+    example = replace(row_of(QUESTION, REPLY, QUESTION), prompt=tokens.prompt(row_of(QUESTION, REPLY, QUESTION), ()))
+    assert tokens.reset_messages(example, example.prompt) == ()
+    for messages in ([("user", NEXT)], [("tool", "4"), ("tool", "a\nb")], [("tool", "4"), ("user", NEXT)]):
+        try:
+            ids = tokens.prompt(example, messages)
+        except UserError:
+            # some templates have no tools, and some refuse two turns of the user in a row
+            assert ("tool", "4") in messages or name in ("mistral", "gemma")
+            continue
+        found = tokens.reset_messages(example, ids)
+        # Gemma's template has turns of tools behind the user's alone, so those behind the assistant's do not show them
+        assert found is None or [content for _, content in found] == [content for _, content in messages]
+        assert (found is None) == (name == "gemma")
+        assert tokens.reset_messages(example, ids[5:]) is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_reply_without_messages_has_none(name: str, tokenizers: Any) -> None:
+    tokens = TurnTokens(tokenizers[name], ChatFormat())
+    assert all(tokens.messages(tokens.reply((), is_ended)) == () for is_ended in (True, False))
+
+
+def test_a_model_of_another_family_reads_an_episode_in_its_own_template(tokenizers: Any) -> None:
+    """With the messages of the reset and of a reply without any; a prompt that was cut off is one turn."""
+    policy, other = tokenizers["qwen2_5"], tokenizers["llama3"]
+    tokens, end = TurnTokens(policy, ChatFormat()), policy.eos_token_id
+    example = replace(row_of(QUESTION), prompt=tokens.prompt(row_of(QUESTION), ()))
+    prompt = tokens.prompt(example, [("", "Begin.")])
+    turns = [[*policy.encode(text), end] for text in (REPLY, "Four.", "Paris.")]
+    replies = [tokens.reply(messages, is_ended=True) for messages in ([("", NEXT)], [])]
+    response = [*turns[0], *replies[0], *turns[1], *replies[1], *turns[2]]
+    sampled = [1] * len(turns[0]) + [0] * len(replies[0]) + [1] * len(turns[1]) + [0] * len(replies[1])
+    sampled += [1] * len(turns[2])
+
+    def read(prompt: Sequence[int]) -> list[int]:
+        columns = {
+            "tokens": torch.tensor([[*prompt, *response, 0]]),
+            "attention_mask": torch.tensor([[1] * (len(prompt) + len(response)) + [0]]),
+            "response_mask": torch.tensor([[*sampled, 0]]),
+            "finished": torch.tensor([1]),
+        }
+        operator = Operator("texts", "retokenize", "actor", (), qualified(TEXT, "reward"), "reward")
+        encoder, decode = TextEncoder("reward", other, 300), partial(policy.decode, skip_special_tokens=True)
+        found, _ = retokenized(operator, Batch(columns, torch.tensor([0]), 1), [example], encoder, decode, tokens)
+        mask = found["attention_mask.reward"].bool()
+        return found["tokens.reward"][mask].tolist()
+
+    # a turn behind a reply without messages is the same turn of the assistant
+    said = chat("", REPLY, NEXT, "Four.Paris.")[1:]
+    question, begin = ({"role": "user", "content": content} for content in (QUESTION, "Begin."))
+    assert tuple(read(prompt)) == ids_of(other, [question, begin, *said], generation=False)
+    cut = {"role": "user", "content": policy.decode(prompt[3:], skip_special_tokens=True)}
+    assert tuple(read(prompt[3:])) == ids_of(other, [cut, *said], generation=False)
