@@ -105,6 +105,9 @@ def number_settings(spec: Spec) -> dict[str, Any]:
     is_falling = any(model is not None and model.optimizer.schedule != "constant" for _, model in spec.models)
     raw["steps"] = spec.steps if is_falling else None
     stale = {"schedule": {"lag": spec.schedule.lag}, "sync": {"every": spec.sync.every}}
+    if spec.rollout.caches == "kept":
+        # rows are read again behind each
+        stale["checkpoint"] = {"every": spec.checkpoint.every}
     return raw | stale | {"rollout": _rollout(spec), "placement": _shadows(spec)}
 
 
@@ -124,10 +127,10 @@ def _rollout(spec: Spec) -> dict[str, Any]:
     trunk has values."""
     rollout = spec.rollout
     settings: dict[str, Any] = {"noise": rollout.noise}
+    changed = rollout.model_dump(exclude_defaults=True)
     if spec.num_segments > 1:
         settings |= {"segment_tokens": rollout.segment_tokens, "max_segments": spec.num_segments}
-        settings |= {"groups": rollout.groups} if rollout.groups != "wait" else {}
-        settings |= {"late_replies": rollout.late_replies} if rollout.late_replies != "await" else {}
+        settings |= {name: getattr(rollout, name) for name in ("groups", "caches", "late_replies") if name in changed}
     if isinstance(spec.algorithm, AcShareSpec) and spec.most_stale:
         settings["engine"] = spec.rollout.engine
     return settings

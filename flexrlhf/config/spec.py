@@ -127,7 +127,8 @@ class RolloutSpec(StrictModel):
     """Argument of vLLM by which its CUDA graphs leave the device, too, while it sleeps. By itself it keeps them there.
     """
     OF_ALL: ClassVar[tuple[str, ...]] = (
-        *("engine", "logprobs", "segment_tokens", "max_segments", "groups", "order", "late_replies", "special_tokens"),
+        *("engine", "logprobs", "segment_tokens", "max_segments", "groups", "caches", "order", "late_replies"),
+        "special_tokens",
     )
     """Settings that every engine has."""
 
@@ -192,6 +193,12 @@ class RolloutSpec(StrictModel):
         "as-ended: each when it ends, its advantage relative to the responses of its group that have ended by then, so "
         "that a first one alone has none",
     )
+    caches: Literal["renewed", "kept"] = Field(
+        "renewed",
+        description="of rows that segments carry to the next step: renewed: they are read again, with its weights; "
+        "kept: they go on with the keys and values that they have, of the weights that read each token, but in the "
+        "first batch behind a checkpoint of checkpoint.every, which reads all rows again (transformers and torch)",
+    )
     order: Literal["planned", "free"] = Field(
         "planned",
         description="of turns with an environment (any engine): planned: the replies to a turn are awaited together, "
@@ -223,6 +230,8 @@ class RolloutSpec(StrictModel):
             raise ValueError(f"max_segments {self.max_segments} counts segments: give segment_tokens, or remove it")
         if self.groups != "wait" and self.segment_tokens is None:
             raise ValueError(f"groups: {self.groups} goes with segments: give segment_tokens, or remove it")
+        if self.caches != "renewed" and self.segment_tokens is None:
+            raise ValueError(f"caches: {self.caches} goes with segments: give segment_tokens, or remove it")
         if self.late_replies == "carry" and self.segment_tokens is None:
             raise ValueError("late_replies: carry has a later step go on with a row: give segment_tokens, or remove it")
         if self.late_replies == "carry" and self.order != "free":

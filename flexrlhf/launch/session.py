@@ -405,8 +405,10 @@ def _check_callable(plan: Plan) -> None:
     spec, listed = plan.spec, plan.schedule.instructions
     moved = [each for each in listed if isinstance(each, Offload | Reload | Release)]
     own_prompts = "a program takes further prompts itself, by prompts(own), and leaves rows out; remove it"
+    own_order = "a program has an order of its own, in which no batch is the first one behind a checkpoint; use renewed"
     for setting, is_set, reason in (
         ("algorithm.dynamic_sampling", plan.batch.attempts > 1, own_prompts),
+        ("rollout.caches", spec.rollout.caches == "kept", own_order),
         ("algorithm.loop", spec.algorithm.loop is not None, "the program is the loop; remove it"),
     ):
         if is_set:

@@ -12,7 +12,7 @@ from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head
 from flexrlhf.config.output_settings import SaveSpec
 from flexrlhf.config.spec import SyncSpec
-from flexrlhf.memory.activations import Blocks, larger
+from flexrlhf.memory.activations import CACHE, Blocks, larger
 from flexrlhf.memory.engine_bytes import gathered_bytes, model_state, new_gradient_bytes, update_bytes
 from flexrlhf.memory.packed_rows import (
     PassSize,
@@ -56,6 +56,7 @@ class Compute:
     compares:  whether all sequences of a prompt are in one pass, because the loss compares them.
     block:     most rows that passes are composed of; None: all of them.
     tokens:    computed tokens of a pass; None: as in the settings of the model.
+    carries:   whether it generates rows that the next step goes on with.
     """
 
     kind: CallKind
@@ -66,6 +67,7 @@ class Compute:
     compares: bool = False
     block: int | None = None
     tokens: int | None = None
+    carries: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ class Sizing:
     slots:      whether rows are decoded in slots where a family can.
     on_gpus:    whether all devices are GPUs of known classes, on which vLLM has graphs and buffers.
     save:       settings of saved models.
+    kept_slots: slots, by placed model, whose rows keep their keys and values from step to step, on each rank.
     """
 
     placement: Placement
@@ -183,6 +186,7 @@ class Sizing:
     slots: bool = True
     on_gpus: bool = False
     save: SaveSpec = field(default_factory=SaveSpec)
+    kept_slots: Mapping[ModelName, int] = field(default_factory=dict)
 
     def texts_of(self, role: str) -> SequenceLengths:
         """Return the lengths of the rows that the models of ``role`` read."""
@@ -205,6 +209,10 @@ class Sizing:
         state = model_state(model, shape, rank)
         if self.on_gpus and model.has_cache:
             return on_gpu(state, model, shape, self.texts.rows_decoded(model, None))
+        if model.name in self.kept_slots and shape.sizes is not None:
+            # it stays on the device when the weights leave it
+            slots, of_token = self.kept_slots[model.name], layers_on_rank(model, shape.sizes, rank).kv_bytes_per_token()
+            return replace(state, buffers=state.buffers + slots * self.texts.width * of_token)
         return state
 
     def reuse(self, model: PlacedModel, rank: int) -> Reuse | None:
@@ -250,7 +258,8 @@ class Sizing:
 
     def take_over(self, other: Sizing) -> None:
         """Take the states and calls that ``other`` has computed of models that are the same here."""
-        if any(getattr(self, name) != getattr(other, name) for name in ("texts", "own_texts", "slots", "on_gpus")):
+        alike = "texts", "own_texts", "slots", "on_gpus", "kept_slots"
+        if any(getattr(self, name) != getattr(other, name) for name in alike):
             return
         same = {
             model.name
@@ -365,7 +374,10 @@ class Sizing:
             if not model.has_cache:
                 in_slots = self.slots and TextPacking.of(model, shape, texts.width).in_slots
                 read = settings.micro_batch_tokens if in_slots else None
-                return blocks.decode_bytes(rows, texts.prompt, texts.response, read, settings.cuda_graphs)
+                found = blocks.decode_bytes(rows, texts.prompt, texts.response, read, settings.cuda_graphs)
+                if work.carries and model.name in self.kept_slots:
+                    del found[CACHE]
+                return found
             most = PagedCache(settings.generate_tokens, texts.prompt, texts.response).most_step_tokens
             step = min(most, max(texts.prompt, rows * texts.width))
             # a stage of vLLM keeps a place for hidden states that it receives

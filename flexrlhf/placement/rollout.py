@@ -1,4 +1,4 @@
-"""Settings of a rollout engine's copy of the weights, and the tokens that its cache has room for."""
+"""Settings of a rollout engine's copy of the weights, and the rows and tokens that caches have room for."""
 
 from __future__ import annotations
 
@@ -53,6 +53,30 @@ class PagedCache:
     def most_step_tokens(self) -> int:
         """Most tokens of one step of vLLM: of whole prompts, of rows that are computed again, or one of each."""
         return max(self.prompt, self.most_rows, min(self.tokens, self.PREFILL_TOKENS))
+
+
+@dataclass(frozen=True)
+class KeptSlots:
+    """Slots of one rank whose rows keep their keys and values from step to step (``rollout.caches: kept``).
+
+    rows:      one slot for each row that may be under way, so that none is lost for want of a slot.
+    segments:  steps of a row at most.
+    lag:       batches by which training is behind generation.
+    every:     steps between two checkpoints; None: the run writes none.
+    """
+
+    rows: int
+    segments: int
+    lag: int
+    every: int | None
+
+    def period(self, step: int) -> int:
+        """Return a number that changes with the first batch that is generated behind a checkpoint.
+
+        Keys and values of another number are dropped, so that a run that goes on from the checkpoint, which has none,
+        repeats the one that was not interrupted.
+        """
+        return 0 if self.every is None else max(0, step - self.lag) // self.every
 
 
 def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:

@@ -34,6 +34,7 @@ from flexrlhf.plan.cache_size import with_residency
 from flexrlhf.plan.engine_checks import check_operators
 from flexrlhf.plan.episodes import with_episodes
 from flexrlhf.plan.hub_names import with_snapshots
+from flexrlhf.plan.kept_caches import check_kept_slots
 from flexrlhf.plan.model_checks import check_models
 from flexrlhf.plan.models import (
     model_shapes,
@@ -142,6 +143,7 @@ class ResolvedSpec:
             groups=tuple(_groups(placement, instructions, spec.debug)),
             choice=self.choice,
         )
+        check_kept_slots(spec, plan.kept_slots, placement, shapes, lengths)
         if known is not None:
             plan.sizing.take_over(known)
         return with_residency(plan, only)

@@ -23,8 +23,10 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.placement import Placement
+from flexrlhf.placement.rollout import KeptSlots
 from flexrlhf.plan.alike_ranks import first_alike
 from flexrlhf.plan.episode_processes import EpisodeProcesses
+from flexrlhf.plan.kept_caches import kept_slots
 from flexrlhf.plan.largest_batch import BatchLimits
 from flexrlhf.plan.node_traffic import PlanTraffic
 from flexrlhf.plan.reused_copies import copies_that_reuse
@@ -260,7 +262,13 @@ class Plan:
             debug.slots,
             self.cluster.has_known_classes,
             self.spec.save,
+            {name: slots.rows for name, slots in self.kept_slots.items()},
         )
+
+    @cached_property
+    def kept_slots(self) -> dict[ModelName, KeptSlots]:
+        """Slots of each placed model whose rows keep their keys and values from step to step."""
+        return kept_slots(self.spec, self.graph, self.placement, self.batch)
 
     def memory(self, rank: int) -> RankMemory:
         """Return the memory of ``rank`` by model and phase."""

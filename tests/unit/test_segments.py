@@ -10,6 +10,7 @@ from small_runs import plan_of, spec_of
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT, Column, Qualifier, qualified
 from flexrlhf.placement.layout import BatchShape
+from flexrlhf.placement.rollout import KeptSlots
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.stored_columns import stored_columns
 from flexrlhf.strategies.instructions import Run
@@ -20,6 +21,7 @@ BASELINE = "algorithm={name: reinforce++, prompts_per_step: 8, samples_per_promp
 REMAX = "algorithm={name: remax, prompts_per_step: 8}"
 SFT = ("algorithm={name: sft, prompts_per_step: 8}", "models={actor: {init: {model_type: llama}}}")
 THREE, ENDED = "rollout.segment_tokens=3", "rollout.groups=as-ended"
+KEPT = "rollout.caches=kept"
 DYNAMIC = "algorithm.dynamic_sampling={rounds: 2}"
 FROZEN = "algorithm.freeze_actor_steps=1"
 PTX, TEXTS = "algorithm.ptx={path: texts.jsonl}", qualified((*TEXT, "loss_mask"), Qualifier.PTX)
@@ -150,6 +152,20 @@ def test_each_group_that_is_left_out_is_replaced_by_the_next_prompt() -> None:
             "config: rollout: max_segments 2 counts segments: give segment_tokens, or remove it",
         ),
         (
+            ("rollout.caches=kept",),
+            "config: rollout: caches: kept goes with segments: give segment_tokens, or remove it",
+        ),
+        (
+            (THREE, KEPT, "models.actor.generate_tokens=100"),
+            "models.actor.generate_tokens: 100 have room for 8 of the 24 rows of 12 tokens that a rank may have under "
+            "way, which rollout.caches: kept has a slot for each of; use at least 288, or caches: renewed",
+        ),
+        (
+            (THREE, KEPT, "debug.slots=false"),
+            "rollout.caches: kept needs a slot for each row under way, and actor is decoded in waves, which have none; "
+            "use renewed",
+        ),
+        (
             (*SFT, THREE),
             "rollout.segment_tokens: 3 has nothing to cut, since sft trains on responses of the data set; use null",
         ),
@@ -219,6 +235,34 @@ def test_what_the_refusals_name_works(overrides: tuple[str, ...]) -> None:
 )
 def test_segments_go_with_other_settings(overrides: tuple[str, ...]) -> None:
     assert plan_of(None, 1, *overrides).batch.segments == 3
+
+
+@pytest.mark.parametrize(("algorithm", "slots"), [("algorithm.prompts_per_step=8", 24), (REMAX, 48)])
+def test_every_row_under_way_has_a_slot_which_is_planned_in_memory(algorithm: str, slots: int) -> None:
+    """Greedy responses have slots of their own; caches stay between calls, and a call has none in addition."""
+    renewed, plan = (plan_of(None, 1, algorithm, THREE, f"rollout.caches={caches}") for caches in ("renewed", "kept"))
+    (name,) = plan.kept_slots
+    assert plan.kept_slots[name].rows == slots and not renewed.kept_slots
+    of_call, cached = (
+        next(phase for phase in each.memory(0).phases if phase.kind == "generate") for each in (renewed, plan)
+    )
+    bytes_of_call = of_call.parts["KV cache"]
+    assert bytes_of_call is not None and "KV cache" not in cached.parts
+    kept, none = (each.state(each.placement[name], 0) for each in (plan, renewed))
+    assert kept is not None and none is not None
+    assert kept.buffers - none.buffers == bytes_of_call * slots // 24 == kept.resting - none.resting
+
+
+@pytest.mark.parametrize(
+    ("lag", "every", "renewed"),
+    [(0, None, []), (0, 2, [2, 4, 6]), (2, 2, [4, 6]), (1, 3, [4, 7]), (0, 1, [*range(1, 8)])],
+)
+def test_caches_are_renewed_in_the_first_batch_behind_a_checkpoint(
+    lag: int, every: int | None, renewed: list[int]
+) -> None:
+    """With a lag of k behind the checkpoint after n steps batch n + k is generated first."""
+    slots = KeptSlots(1, 3, lag, every)
+    assert [step for step in range(1, 8) if slots.period(step) != slots.period(step - 1)] == renewed
 
 
 def test_a_step_has_texts_for_the_responses_that_it_takes() -> None:
