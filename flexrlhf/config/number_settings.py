@@ -104,7 +104,7 @@ def number_settings(spec: Spec) -> dict[str, Any]:
     # a learning rate that falls towards the last step makes every step depend on their number
     is_falling = any(model is not None and model.optimizer.schedule != "constant" for _, model in spec.models)
     raw["steps"] = spec.steps if is_falling else None
-    stale = {"schedule": {"lag": spec.schedule.lag}, "sync": {"every": spec.sync.every}}
+    stale: dict[str, Any] = {"schedule": {"lag": spec.schedule.lag}, "sync": {"every": spec.sync.every}}
     if spec.rollout.caches == "kept":
         # rows are read again behind each
         stale["checkpoint"] = {"every": spec.checkpoint.every}
