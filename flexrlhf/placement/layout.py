@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.placement.protocols import TransferProtocol
@@ -181,14 +181,18 @@ def block_start(size: int, blocks: int, block: int, turn: int) -> int:
     return (size * block + turn % blocks) // blocks
 
 
+Numbers = TypeVar("Numbers", bound=Any)
+"""A whole number, or a tensor of such."""
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """Numbers of prompts, samples, mini-batches, chunks, and blocks of a mini-batch, of one step.
 
-    ``segments``: rounds over which a response may be generated (``rollout.segment_tokens``). A step's batch has a place
-    for each prompt of as many rounds: its prompt ``p`` is number ``p // segments`` of those that the round
-    ``p % segments`` steps before took. Places of one number are never separated, so that rows are carried from step to
-    step on one rank.
+    ``segments``: steps over which a response may be generated (``rollout.segment_tokens``). A step's batch has a place
+    for each prompt that may be under way, which a prompt keeps until it is trained on: the prompt that a step takes as
+    number ``n`` of its own has place ``n * segments + step % segments``. Places of one number are never separated, so
+    that rows are carried from step to step on one rank.
     ``attempts``: most times that dynamic sampling takes prompts. Prompt ``p`` is number ``p // attempts`` of attempt
     ``p % attempts``; a mini-batch has as many numbers as groups that it trains on. With segments a round has as many
     places for the prompts that it takes, in one attempt.
@@ -254,15 +258,23 @@ class BatchShape:
         """Prompts of a step's batch that have the first place of their number: as many in each step, whatever ends."""
         return range(0, self.num_prompts, self.num_places)
 
-    def as_taken(self, row: int) -> tuple[int, int]:
-        """Return how many steps ago the prompt of ``row`` was taken, and the row in the batch that step took."""
-        prompt, sample = divmod(row, self.samples_per_prompt)
-        return prompt % self.segments, prompt // self.segments * self.samples_per_prompt + sample
+    def as_taken(self, row: Numbers, step: int) -> tuple[Numbers, Numbers]:
+        """Return the step that took the prompt of ``row`` in the batch of ``step``, and its row among those it took.
 
-    def place_of(self, row: int, age: int) -> int:
-        """Return the row of a step's batch that ``as_taken`` returns ``age`` and ``row`` for."""
+        In the first steps it may be before all of them: the place is empty.
+        """
+        prompt, sample = row // self.samples_per_prompt, row % self.samples_per_prompt
+        age = (step - prompt) % self.segments
+        return step - age, prompt // self.segments * self.samples_per_prompt + sample
+
+    def place_of(self, taken: int, row: int) -> int:
+        """Return the row of a batch that ``as_taken`` returns step ``taken`` and ``row`` for."""
         prompt, sample = divmod(row, self.samples_per_prompt)
-        return (prompt * self.segments + age) * self.samples_per_prompt + sample
+        return (prompt * self.segments + taken % self.segments) * self.samples_per_prompt + sample
+
+    def new_prompts(self, step: int) -> range:
+        """Return the places of the prompts that a step takes."""
+        return range(step % self.segments, self.num_prompts, self.segments)
 
     def prompts(self, mini_batch: int) -> range:
         """Return the contiguous prompts of one mini-batch; sizes differ by at most one (times ``segments``)."""

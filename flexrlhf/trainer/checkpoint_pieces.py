@@ -122,14 +122,14 @@ def load_rows(plan: Plan, rank: int, rows: StepRows, checkpoint: Path, next_step
             if column in missing:
                 continue
             ordered, values = sorted(needed), stored.get(f"{step}/{column}", {})
-            places = {_place_in(plan.batch, shape, row): value for row, value in values.items()}
+            places = {plan.batch.place_of(*shape.as_taken(row, step)): value for row, value in values.items()}
             empty = rows.at(step).get(column, ())
             absent = empty.new_zeros(empty.shape[1:]) - int(column == Column.POSITION)
             if column == Column.PRESENT and not values:
                 # rows that were generated whole are all there
-                places = {row: torch.ones_like(absent) for row in ordered if not plan.batch.as_taken(row)[0]}
+                places = {row: torch.ones_like(absent) for row in ordered if plan.batch.as_taken(row, step)[0] == step}
             # places for further segments than there were are empty
-            known = [row for row in ordered if plan.batch.as_taken(row)[0] < shape.segments]
+            known = [row for row in ordered if plan.batch.as_taken(row, step)[0] > step - shape.segments]
             if not places.keys() >= set(known):
                 raise UserError(f"checkpoint {checkpoint}: it lacks rows of {column} of step {step}; use another one")
             found = [places.get(row, absent).to(device) for row in ordered]
@@ -150,12 +150,6 @@ def missing_columns(plan: Plan, checkpoint: Path, steps: range) -> frozenset[str
         run.operator for run in runs if run.lag < plan.schedule.lag and run.operator.role not in plan.graph.trained
     ]
     return frozenset(column for operator in early for column in operator.writes if column not in stored)
-
-
-def _place_in(shape: BatchShape, before: BatchShape, row: int) -> int:
-    """Return the row of a batch of ``shape`` that was ``row`` in one of the shape ``before``."""
-    age, taken = before.as_taken(row)
-    return shape.place_of(taken, age)
 
 
 def _steps_with_rows(plan: Plan, rows: StepRows, next_step: int) -> range:

@@ -2,10 +2,9 @@
 an environment add, and what a step trains on.
 
 A response is all that follows the prompt: tokens that the policy has sampled (``response_mask``), and replies, which
-``attention_mask`` has, too. In segments place ``p`` of a step's batch has prompt ``p // segments`` of the round
-``p % segments`` steps before. In the next step that prompt is one place further, on the same rank. Sampling noise is
-that of the step and row in which a row was taken, so a segment's border changes no token unless the weights change
-there.
+``attention_mask`` has, too. A prompt keeps its place until a step trains on it, so that one rank goes on with it.
+Sampling noise is that of the step and row in which a row was taken, so a segment's border changes no token unless the
+weights change there.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class OpenRows:
 
     batch:   all of them.
     shape:   of the step.
-    ages:    int64 (n,), steps since each row was taken.
+    step:    that has them.
     steps:   int64 (n,), the steps that took them.
     taken:   int64 (n,), the rows as these steps took them.
     exists:  bool (n,), rows of prompts that are under way.
@@ -60,7 +59,7 @@ class OpenRows:
 
     batch: Batch
     shape: BatchShape
-    ages: Tensor
+    step: int
     steps: Tensor
     taken: Tensor
     exists: Tensor
@@ -84,11 +83,11 @@ class OpenRows:
         most_tokens:  that a row samples in a step; None: to its end.
         """
         shape, rows = run.shape, batch.rows
-        ages, taken = _as_taken(shape, rows)
-        state = _carried(run, batch, before, lengths)
+        steps, taken = shape.as_taken(rows, step)
+        state = _carried(run, batch, steps < step, before, lengths)
         # without dynamic sampling every step takes as many prompts as there are places
         is_taken = batch.columns.get(Column.POSITION, torch.zeros_like(rows)) >= 0
-        is_new = (ages == 0) & is_taken
+        is_new = (steps == step) & is_taken
         exists = is_new
         if Column.PRESENT in state:
             # an episode that failed before its first turn may wait for others of its prompt
@@ -100,7 +99,7 @@ class OpenRows:
         begun = torch.cat([batch["prompts"], padding], 1)
         state["tokens"] = begun.where(is_new[:, None], state["tokens"])
         left = torch.full_like(rows, lengths.response if most_tokens is None else most_tokens)
-        return cls(batch, shape, ages, step - ages, taken, exists, state, left)
+        return cls(batch, shape, step, steps, taken, exists, state, left)
 
     @property
     def prompt(self) -> int:
@@ -115,12 +114,12 @@ class OpenRows:
     @property
     def is_new(self) -> Tensor:
         """Rows bool (n,) that this step has taken."""
-        return self.exists & (self.ages == 0)
+        return self.exists & (self.steps == self.step)
 
     @property
     def has_last_segment(self) -> Tensor:
         """Rows bool (n,) that the step trains on, however far they are."""
-        return self.ages == self.shape.segments - 1
+        return self.steps == self.step - self.shape.segments + 1
 
     @property
     def has_ended(self) -> Tensor:
@@ -136,7 +135,7 @@ class OpenRows:
     def turn_starts(self) -> Tensor:
         """Response tokens int64 (n,) before the turn under way."""
         if Column.TURN_ENDS not in self.state:
-            return torch.zeros_like(self.ages)
+            return torch.zeros_like(self.steps)
         is_behind = (self.context > self.state["response_mask"]) | (self.state[Column.TURN_ENDS] > 0)
         return ((torch.arange(is_behind.shape[1], device=is_behind.device) + 1) * is_behind).amax(1)
 
@@ -226,7 +225,7 @@ class OpenRows:
         return {**columns, Column.PRESENT: _present(is_whole, 1 if by_row else self.shape.samples_per_prompt)}
 
 
-def whole_responses(run: OperatorRun, batch: Batch) -> Columns:
+def whole_responses(run: OperatorRun, batch: Batch, step: int) -> Columns:
     """Return ``present`` (n,) of the rows of ``batch``, of which several operators have generated a response each."""
     shape = run.shape
     suffixes = [name.removeprefix("finished") for name in run.operator.reads if plain(name) == "finished"]
@@ -234,17 +233,10 @@ def whole_responses(run: OperatorRun, batch: Batch) -> Columns:
         _have_ended(batch[f"response_mask{s}"], batch[f"finished{s}"], batch.columns.get(f"episode{s}"))
         for s in suffixes
     ]
-    is_last = _as_taken(shape, batch.rows)[0] == shape.segments - 1
+    is_last = shape.as_taken(batch.rows, step)[0] == step - shape.segments + 1
     # places without a prompt have no text
     is_whole = batch["attention_mask"].bool().any(1) & (torch.stack(ends).all(0) | is_last)
     return {Column.PRESENT: _present(is_whole, shape.samples_per_prompt)}
-
-
-def _as_taken(shape: BatchShape, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``BatchShape.as_taken`` of ``rows`` int64 (n,)."""
-    samples = shape.samples_per_prompt
-    prompts = rows // samples
-    return prompts % shape.segments, prompts // shape.segments * samples + rows % samples
 
 
 def _have_ended(mask: Tensor, finished: Tensor, episode: Tensor | None) -> Tensor:
@@ -257,12 +249,11 @@ def _present(is_whole: Tensor, samples: int) -> Tensor:
     return is_whole.view(-1, samples).all(1).repeat_interleave(samples).to(torch.uint8)
 
 
-def _carried(run: OperatorRun, batch: Batch, before: RowStore | None, lengths: Lengths) -> Columns:
-    """Return the columns (n, ...) that ``run`` writes or carries, named without its suffix: carried ones as the step
-    ``before`` has left them, zeros of others."""
-    columns, empty, samples = Columns(), RowStore(lengths, batch.rows.device), run.shape.samples_per_prompt
-    continues, suffix = _as_taken(run.shape, batch.rows)[0] > 0, run.operator.suffix
-    earlier = (batch.rows[continues] - samples).tolist()
+def _carried(run: OperatorRun, batch: Batch, continues: Tensor, before: RowStore | None, lengths: Lengths) -> Columns:
+    """Return the columns (n, ...) that ``run`` writes or carries, named without its suffix: carried ones of rows bool
+    (n,) that it ``continues`` as the step ``before`` has left them, zeros of others."""
+    columns, empty, suffix = Columns(), RowStore(lengths, batch.rows.device), run.operator.suffix
+    earlier = batch.rows[continues].tolist()
     for name in dict.fromkeys((*run.operator.writes, *run.operator.carries, LOGPROBS[0])):
         none, own = empty.get(name, ()), name.removesuffix(suffix)
         columns[own] = none.new_zeros(len(batch), *none.shape[1:])
@@ -277,13 +268,12 @@ def places_in(run: OperatorRun, batch: Batch) -> Tensor:
     return torch.tensor([place[row] for row in batch.rows.tolist()], dtype=torch.int64, device=batch.rows.device)
 
 
-def carried_scores(run: OperatorRun, before: RowStore | None, device: torch.device) -> Tensor:
+def carried_scores(run: OperatorRun, step: int, before: RowStore | None, device: torch.device) -> Tensor:
     """Return the scores of all rows of ``run`` (n,) that ended in steps before; NaN of others."""
-    samples, segments = run.shape.samples_per_prompt, run.shape.segments
     scores = torch.full((len(run.rows),), torch.nan, device=device)
-    places = [place for place, row in enumerate(run.rows) if row // samples % segments]
+    places = [place for place, row in enumerate(run.rows) if run.shape.as_taken(row, step)[0] < step]
     if before is not None and places:
-        scores[places] = before.get(Column.GROUP_SCORES, [run.rows[place] - samples for place in places])
+        scores[places] = before.get(Column.GROUP_SCORES, [run.rows[place] for place in places])
     return scores
 
 

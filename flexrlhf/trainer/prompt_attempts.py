@@ -76,24 +76,23 @@ def replace_prompts(
         columns = {name: before.get(name, rows) for name in TAKE_PROMPTS.earlier}
         batch = Batch(columns, torch.tensor(rows, dtype=torch.int64, device=device), samples)
         is_left_out[has_ended] = ~useful_groups(spec, batch, context)
-        going = before.get(Column.POSITION, run.rows)[::samples].masked_fill(has_ended, -1)
-        places[prompts % shape.segments > 0] = going[(prompts + 1) % shape.segments > 0]
+        places = before.get(Column.POSITION, run.rows)[::samples].masked_fill(has_ended, -1)
     left_out = int(context.reducer.sum(is_left_out.sum().double()))
     first, number = int(context.state[TAKEN]), shape.num_new + int(context.state.get(LACKING, 0)) + left_out
-    positions = replacing_positions(shape, number, first)
+    positions = replacing_positions(shape, context.step, number, first)
     taken = torch.tensor([positions.get(prompt, -1) for prompt in prompts.tolist()], dtype=torch.int32, device=device)
     statistics = {TAKEN: moments((taken >= 0).float()), LEFT_OUT: moments(is_left_out.float())}
     return {Column.POSITION: places.maximum(taken).repeat_interleave(samples)}, statistics
 
 
-def replacing_positions(shape: BatchShape, number: int, first: int) -> dict[int, int]:
-    """Return prompt → its place in the order of the data, of ``number`` prompts, or as many as there are places for.
+def replacing_positions(shape: BatchShape, step: int, number: int, first: int) -> dict[int, int]:
+    """Return prompt → its place in the order of the data, of ``number`` prompts that ``step`` takes, or as many as fit.
 
     They are evenly spread over the mini-batches and replicas. ``first``: number of prompts that have been taken before.
     """
-    most = shape.num_new * shape.attempts
-    number = min(number, most)
-    return {index * most // number * shape.segments: first + index for index in range(number)}
+    places = shape.new_prompts(step)
+    number = min(number, len(places))
+    return {places[index * len(places) // number]: first + index for index in range(number)}
 
 
 def next_taken(shape: BatchShape, state: Mapping[str, float], taken: float, left_out: float | None) -> dict[str, float]:

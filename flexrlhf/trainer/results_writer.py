@@ -147,11 +147,15 @@ class ResultsWriter(Observer):
         steps = self._steps_in_flight(next_step)
         if self._plan.batch.attempts == 1:
             return len(steps) * self._plan.batch.num_taken
-        keys = [key for step in steps for key in self.recorder.attempt_keys(step)]
         shape = self._plan.batch
-        positions = [position for key in keys for position in self._mailbox.read(key)["positions"]]
         # others are carried from a step before
-        return sum(prompt % shape.segments == 0 for prompt, _ in positions) * shape.samples_per_prompt
+        new = (
+            prompt in shape.new_prompts(step)
+            for step in steps
+            for key in self.recorder.attempt_keys(step)
+            for prompt, _ in self._mailbox.read(key)["positions"]
+        )
+        return sum(new) * shape.samples_per_prompt
 
     def _steps_in_flight(self, next_step: int) -> range:
         return self.recorder.steps.in_flight(next_step, self._start.generated)

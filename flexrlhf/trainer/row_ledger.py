@@ -51,17 +51,16 @@ class RowLedger(Observer):
             self._first_step = 0 if training.accounts_frozen else training.first_step
         self._counts: Counter[str] = Counter()
         self._of_step: list[int] = []
-        # rows that dynamic sampling has taken for the step, where responses are generated in segments
-        self._taken_of_step: list[int] = []
-        # rows without an outcome by the step that took them, as the numbers that they had there
-        self._open: dict[int, set[int]] = {}
+        # rows without an outcome, and the steps that took them
+        self._open: dict[int, int] = {}
 
     def load(self, counts: Mapping[str, int], carried: Mapping[str, Sequence[int]], next_step: int) -> None:
         """Go on from the ``counts`` and ``carried`` rows of a checkpoint before ``next_step``; one of an older version
         has none."""
         uncounted = RowAccount.IN_FLIGHT, *([Outcome.FROZEN] if self._first_step else [])
         self._counts = Counter({name: count for name, count in counts.items() if name not in uncounted})
-        self._open = {int(step): set(rows) for step, rows in carried.items()}
+        place_of = self._plan.batch.place_of
+        self._open = {place_of(int(step), row): int(step) for step, rows in carried.items() for row in rows}
         self._num_taken = sum(counts.values())
         if not counts:
             self._counts[UNRECORDED] = self._due(next_step)
@@ -77,15 +76,18 @@ class RowLedger(Observer):
             return {**self._counts, **taken}
         in_flight_of = self._plan.steps_in_flight if self._called is None else self._called.in_flight
         taken_later = len(in_flight_of(next_step, self._generated)) * self._plan.batch.num_taken
-        in_flight = taken_later + sum(map(len, self._open.values()))
+        in_flight = taken_later + len(self._open)
         frozen = min(next_step, self._first_step) * self._plan.batch.num_taken
         # a sum leaves out zeros
         return dict(self._counts + Counter({Outcome.FROZEN: frozen, RowAccount.IN_FLIGHT: in_flight}))
 
     @property
     def carried(self) -> dict[str, list[int]]:
-        """Rows that are carried to the next step, by the step that took them; none where ``counts`` are none."""
-        return {str(step): sorted(rows) for step, rows in self._open.items()} if self._is_accounting else {}
+        """Rows that are carried, as the step that took them numbered them, by that step; none where ``counts`` are none."""
+        found: dict[str, list[int]] = {}
+        for row, step in sorted(self._open.items()) if self._is_accounting else ():
+            found.setdefault(str(step), []).append(self._plan.batch.as_taken(row, step)[1])
+        return found
 
     def computed(self, execution: Execution) -> None:
         """Add the outcomes of the rows of a training, of all replicas; the last chunk completes the step.
@@ -95,7 +97,7 @@ class RowLedger(Observer):
         work, plan = execution.work, self._plan
         if execution.inner is None and work.operator.takes_prompts:
             execution.positions = _gathered_positions(execution)
-            self.take(execution.positions)
+            self.take(execution.step, execution.positions)
         training, operator = plan.graph.accounting, work.operator
         if execution.inner is not None or training is None or operator.name != training.name:
             return
@@ -106,7 +108,7 @@ class RowLedger(Observer):
         keys = codes.new_tensor(rows) * len(Outcome) + codes
         execution.outcomes = outcomes_of(work.model.dp.gather(keys).tolist())
         if Column.POSITION in work.operator.reads:
-            self.open(_gathered_positions(execution))
+            self.open(execution.step, _gathered_positions(execution))
         if self._called is not None:
             known = set(self._of_step)
             new = {name: [row for row in rows if row not in known] for name, rows in execution.outcomes.items()}
@@ -124,27 +126,23 @@ class RowLedger(Observer):
         """
         if not self._is_accounting or step < self._first_step:
             return {}
-        shape = self._plan.batch
-        taken = {**self._open, step: range(shape.num_taken)}
-        rows = {shape.place_of(row, step - of_step) for of_step, rows in taken.items() for row in rows}
+        rows = {*self._open, *self._rows_taken(step, self._plan.batch.new_prompts(step))}
         left_out: Outcomes = {Outcome.LEFT_OUT: sorted(rows.difference(self._of_step, waiting))}
         self.add(left_out)
         found = {**left_out, CARRIED: self.complete(step)}
         return {name: rows for name, rows in found.items() if rows}
 
-    def take(self, positions: Iterable[int]) -> None:
+    def take(self, step: int, prompts: Iterable[int]) -> None:
         """Add the prompts of an attempt, or the new ones among all that are under way."""
-        self._num_taken += len(self._rows_taken(positions))
+        self._num_taken += len(self._rows_taken(step, prompts))
 
-    def open(self, positions: Iterable[int]) -> None:
-        """Add prompts of the step that is trained on, of which those that it has taken begin with it."""
-        self._taken_of_step += self._rows_taken(positions)
+    def open(self, step: int, prompts: Iterable[int]) -> None:
+        """Add the new ones among the prompts of the step that is trained on."""
+        self._open.update(dict.fromkeys(self._rows_taken(step, prompts), step))
 
-    def _rows_taken(self, positions: Iterable[int]) -> list[int]:
-        """Return the rows, as their step took them, of the prompts among ``positions`` that were not carried."""
-        shape = self._plan.batch
-        taken = (shape.as_taken(row) for row in shape.rows(tuple(positions)))
-        return [row for age, row in taken if not age]
+    def _rows_taken(self, step: int, prompts: Iterable[int]) -> tuple[int, ...]:
+        new = self._plan.batch.new_prompts(step)
+        return self._plan.batch.rows(tuple(prompt for prompt in prompts if prompt in new))
 
     def add(self, outcomes: Mapping[str, Sequence[int]]) -> None:
         """Add rows of the step that is trained on."""
@@ -159,46 +157,36 @@ class RowLedger(Observer):
         """
         shape = self._plan.batch
         found, self._of_step = sorted(self._of_step), []
-        begun, self._taken_of_step = self._taken_of_step, []
         if shape.attempts == 1:
-            begun = list(range(shape.num_taken))
+            self.open(step, shape.new_prompts(step))
         elif shape.segments == 1:
-            begun = rows_of_attempts(shape, found)
-        self._open[step] = set(begun)
-        wrong = []
-        for row in found:
-            age, number = shape.as_taken(row)
-            if number in self._open.get(step - age, ()):
-                self._open[step - age].remove(number)
-            else:
-                wrong.append(row)
-        self._open = {taken: rows for taken, rows in self._open.items() if rows}
-        carried = [shape.place_of(row, step - taken) for taken, rows in self._open.items() for row in rows]
-        # a row at the last place of its prompt has had its last segment
-        wrong += [row for row in carried if shape.as_taken(row)[0] == shape.segments - 1]
+            self.open(step, prompts_of_attempts(shape, found))
+        wrong = [row for row in found if self._open.pop(row, None) is None]
+        # these have had their last segment
+        wrong += [row for row, taken in self._open.items() if step - taken == shape.segments - 1]
         assert not wrong, f"step {step}: not one outcome each of rows {span_of(tuple(sorted(set(wrong))))}"
         self._check(step + 1)
-        return sorted(carried)
+        return sorted(self._open)
 
     def _check(self, next_step: int) -> None:
-        counted, due = self._counts.total() + sum(map(len, self._open.values())), self._due(next_step)
+        counted, due = self._counts.total() + len(self._open), self._due(next_step)
         assert counted == due, f"{counted} rows have an outcome before step {next_step}, and {due} should"
 
     def _due(self, next_step: int) -> int:
         """Return the rows before ``next_step`` that training accounts for; with attempts a step has its own number."""
         if self._plan.batch.attempts > 1:
-            return self._counts.total() + sum(map(len, self._open.values()))
+            return self._counts.total() + len(self._open)
         return max(next_step - self._first_step, 0) * self._plan.batch.num_taken
 
 
-def rows_of_attempts(shape: BatchShape, found: Sequence[int]) -> list[int]:
-    """Return the rows that a step with ``found`` ones has: of each mini-batch all rows of its first attempts."""
+def prompts_of_attempts(shape: BatchShape, found: Sequence[int]) -> list[int]:
+    """Return the prompts that a step with the rows ``found`` has: of each mini-batch those of its first attempts."""
     prompts = {row // shape.samples_per_prompt for row in found}
     expected: list[int] = []
     for mini_batch in shape.mini_batches:
         attempts = [prompt % shape.attempts for prompt in prompts.intersection(shape.prompts(mini_batch))]
         for number in range(max(attempts, default=0) + 1):
-            expected += shape.rows(tuple(shape.prompts_of_attempt(mini_batch, number)))
+            expected += shape.prompts_of_attempt(mini_batch, number)
     return expected
 
 

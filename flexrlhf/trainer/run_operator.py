@@ -160,8 +160,9 @@ def _combine(
             return replace_prompts(run, before, context.spec.algorithm, alone, context.device)
         return take_prompts(run, store, context.spec.algorithm, alone)
     if run.operator.joins_responses:
-        return whole_responses(run, batch), {}
-    scores = carried_scores(run, before, context.device) if Column.GROUP_SCORES in run.operator.carries else None
+        return whole_responses(run, batch, sampling.step), {}
+    carries = Column.GROUP_SCORES in run.operator.carries
+    scores = carried_scores(run, sampling.step, before, context.device) if carries else None
     combine_context = CombineContext(
         run.parts(store),
         run.model.dp,

@@ -110,7 +110,7 @@ def sample_rows(shape: BatchShape, count: int) -> tuple[int, ...]:
     # dynamic sampling takes prompts for some of the places in segments, as far apart as they can be
     apart = shape.num_rows // shape.segments // shape.num_taken * shape.samples_per_prompt
     rows = (prompt * apart + sample for prompt, sample in taken)
-    return tuple(shape.place_of(row, age) for row in rows for age in range(shape.segments))
+    return tuple(shape.place_of(taken, row) for row in rows for taken in range(shape.segments))
 
 
 def collect_samples(

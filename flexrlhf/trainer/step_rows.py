@@ -90,8 +90,9 @@ class StepRows:
         if shape.attempts > 1:
             return []
         examples = [self._data.examples[number] for number in _taken_numbers(self._plan, self._data, step)]
-        for age in range(shape.segments):
-            examples[age :: shape.segments] = self._given.get(step - age, examples[age :: shape.segments])
+        for taken in range(step - shape.segments + 1, step + 1):
+            places = slice(taken % shape.segments, None, shape.segments)
+            examples[places] = self._given.get(taken, examples[places])
         return examples
 
     def give(self, step: int, examples: Sequence[Example]) -> None:
@@ -117,7 +118,7 @@ class StepRows:
 
     def taken(self, step: int) -> list[Example]:
         """Return the examples that a step takes from the data; none where the step itself decides which it takes."""
-        return self.examples(step)[:: self._plan.batch.segments]
+        return self.examples(step)[step % self._plan.batch.segments :: self._plan.batch.segments]
 
     def take_examples(self, work: OperatorRun, step: int) -> dict[int, Example]:
         """Return the examples that the rows of ``work`` have been taken, by prompt, and put their prompts; of rows
@@ -181,15 +182,16 @@ def prompt_numbers(
     if positions:
         places = [positions.get(prompt) for prompt in range(shape.num_prompts)]
         return [None if place is None else prompt_at(plan, data, place) for place in places]
-    numbers, segments = _taken_numbers(plan, data, step), shape.segments
+    numbers = _taken_numbers(plan, data, step)
     # the first steps have no prompts of steps before
-    return [number if prompt % segments <= step else None for prompt, number in enumerate(numbers)]
+    return [number if (step - prompt) % shape.segments <= step else None for prompt, number in enumerate(numbers)]
 
 
 def _taken_numbers(plan: Plan, data: RunData, step: int) -> list[int]:
     """Return the number of each prompt of a step in the examples of the data; where it has none, any."""
     shape, order = plan.batch, DataOrder(plan.spec.seed, data.shares)
-    taken = [order.indices(max(0, step - age), shape.num_new) for age in range(shape.segments)]
+    ages = [(step - place) % shape.segments for place in range(shape.segments)]
+    taken = [order.indices(max(0, step - age), shape.num_new) for age in ages]
     return [taken[prompt % shape.segments][prompt // shape.segments] for prompt in range(shape.num_prompts)]
 
 

@@ -117,8 +117,9 @@ def find_tie(
         position = places[0] - plan.lengths.prompt
         if position < 0:
             return None
-        age, taken = plan.batch.as_taken(row)
-        noise = _noise(plan.spec.seed, step - age, taken, position, int(one[places[0]]), int(other[places[0]]))
+        noise = _noise(
+            plan.spec.seed, *plan.batch.as_taken(row, step), position, int(one[places[0]]), int(other[places[0]])
+        )
         chosen = [float(run.values[row][position]) for run in (sampled[0], sampled[1])]
         margins[row] = abs(chosen[0] + noise[0] - chosen[1] - noise[1])
     if not margins or max(margins.values()) > limit:

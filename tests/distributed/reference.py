@@ -378,7 +378,7 @@ class Reference:
         whole, sampled, greedy = [], list[Sampled](), list[Sampled]()
         for (of_step, number), group in self.under_way.items():
             for sample, response in enumerate(group):
-                response.place = (number * self.segments + step - of_step) * samples + sample
+                response.place = (number * self.segments + of_step % self.segments) * samples + sample
                 for each, found, column in ((response, sampled, "tokens"), (response.greedy, greedy, "tokens.greedy")):
                     if each is not None and not self._has_ended(each):
                         forced = self._forced(step, column, response.place)

@@ -73,7 +73,7 @@ def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
         # every so many places, as a step that replaces no group takes them
         number = shape.samples_per_prompt
         taken = tuple(row // number * number * shape.attempts + row % number for row in taken)
-    rows = [shape.place_of(row, age) for row in taken for age in range(shape.segments)]
+    rows = [shape.place_of(each, row) for row in taken for each in range(shape.segments)]
     if shape.segments > 1:
         rows = sorted(row for row in rows if columns["present"][row])
     for row in rows:

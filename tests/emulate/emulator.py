@@ -359,11 +359,10 @@ class Rank:
 
     def _carried(self, step: int, run: Run, row: int) -> list[Value]:
         """Columns that the operator has left in the step before, of a row of a prompt that was taken earlier."""
-        is_new = self._plan.batch.as_taken(row)[0] == 0
+        is_new = self._plan.batch.as_taken(row, step)[0] == step
         if is_new or not step:
             return []
-        earlier = row - self._plan.batch.samples_per_prompt
-        return [self._read(step - 1, column, earlier) for column in run.operator.carries]
+        return [self._read(step - 1, column, row) for column in run.operator.carries]
 
     def _read(self, step: int, column: str, row: int) -> Value:
         if column in self._plan.graph.inputs:

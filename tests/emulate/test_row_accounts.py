@@ -161,7 +161,7 @@ class EmulatedRun:
             firsts = {group_of(self.plan, row)[0] for row, whole in state.whole.items() if whole == step - 1}
             left_out = sum(Random(f"left out {first}").random() < 0.4 for first in firsts)
             wanted = self.shape.num_new + int(state.replaced.get(LACKING, 0)) + left_out
-            positions = replacing_positions(self.shape, wanted, int(state.replaced[TAKEN]))
+            positions = replacing_positions(self.shape, step, wanted, int(state.replaced[TAKEN]))
             assert len(positions) == min(wanted, self.shape.num_new * self.shape.attempts)
         else:
             before = state.taken[step, number - 1] if number else self.shape.mini_batches
@@ -172,7 +172,7 @@ class EmulatedRun:
         state.positions += positions.values()
         state.prompts |= {(step, prompt // self.shape.segments) for prompt in positions}
         for rank in run.ranks:
-            self.ledgers[rank].take(positions)
+            self.ledgers[rank].take(step, positions)
 
     def _generate(self, step: int, run: Run) -> None:
         """Continue each response that is under way by a segment, with the weights that its model has."""
@@ -185,8 +185,8 @@ class EmulatedRun:
         expected = inference_version(max(step - lag, self.start.next_step), 0, spec.sync.every)
         assert version == expected, f"step {step} with version {version}"
         assert step - state.num_trained <= lag, f"more than {lag + 1} batches in flight"
-        places = map(self.shape.as_taken, self._rows_of(run))
-        rows = {(step - age, number): age for age, number in places}
+        taken = (self.shape.as_taken(place, step) for place in self._rows_of(run))
+        rows = {row: step - row[0] for row in taken if row[0] >= 0}
         rows = {row: age for row, age in rows.items() if is_taken(self.plan, state, row)}
         fresh = {row for row, age in rows.items() if not age}
         assert state.begun.isdisjoint(fresh), "a row is generated twice"
@@ -206,11 +206,10 @@ class EmulatedRun:
         """Give outcomes to the rows that the step trains on, the same on all ranks of the model."""
         state, keys = self.state, []
         for place in self._rows_of(run):
-            age, number = self.shape.as_taken(place)
-            row = step - age, number
+            row = self.shape.as_taken(place, step)
             if state.whole.get(row) == step:
                 assert row not in state.ended, f"{row} is trained on twice"
-                is_last = age == last_age(self.plan, row)
+                is_last = step - row[0] == last_age(self.plan, row)
                 assert is_last or state.is_changed, f"{row} is not trained on when the last of its prompt ends"
                 stalest = step - min(state.tokens[row])
                 assert stalest <= state.most_stale, f"a token of {row} is {stalest} batches old"
@@ -221,7 +220,8 @@ class EmulatedRun:
             self.ledgers[rank].add(outcomes_of(keys))
             if ends_batch:
                 taken = (number for of_step, number in state.prompts if of_step == step)
-                self.ledgers[rank].open([number * self.shape.segments for number in taken])
+                places = [number * self.shape.segments + step % self.shape.segments for number in taken]
+                self.ledgers[rank].open(step, places)
                 self.ledgers[rank].complete(step)
         assert step == max(state.num_trained, self.first_step), "batches are trained on in another order"
         state.num_trained = step + ends_batch

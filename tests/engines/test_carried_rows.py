@@ -86,8 +86,8 @@ class Rounds:
         for run, before in zip(self.runs, self.stores, strict=True):
             store = self.stores[run.rank] = RowStore(LENGTHS, torch.device("cpu"))
             for row in run.rows:
-                age, number = self.shape.as_taken(row)
-                taken = prompts_of(max(0, step - age))
+                of_step, number = self.shape.as_taken(row, step)
+                taken = prompts_of(max(0, of_step))
                 for name in GENERATE.reads:
                     store.put(name, [row], taken[name][number : number + 1])
             batch = run.batch(store, torch.device("cpu"))
@@ -101,15 +101,15 @@ class Rounds:
             made.append(each)
         return made
 
-    def trained(self) -> dict[tuple[int, int], dict[str, Tensor]]:
-        """Columns of the rows that the step trains on, by age and number."""
+    def trained(self, step: int) -> dict[tuple[int, int], dict[str, Tensor]]:
+        """Columns of the rows that ``step`` trains on, by the step that took them and their number there."""
         found: dict[tuple[int, int], dict[str, Tensor]] = {}
         for run, store in zip(self.runs, self.stores, strict=True):
             assert store is not None
             for row in run.rows:
                 cells = {name: store.get(name, [row])[0] for name in run.operator.writes}
                 if cells[Column.PRESENT]:
-                    found[self.shape.as_taken(row)] = cells
+                    found[self.shape.as_taken(row, step)] = cells
         return found
 
 
@@ -127,8 +127,8 @@ def test_rows_that_are_carried_become_the_responses_of_their_steps(num_ranks: in
     for step in range(steps):
         for each in rounds.generate(step, version=10 + step):
             assert (each.steps > step - segments).all() and (each.steps <= step).all()
-        for (age, number), cells in rounds.trained().items():
-            expected = {name: column[number] for name, column in whole[step - age].items()}
+        for (taken, number), cells in rounds.trained(step).items():
+            expected = {name: column[number] for name, column in whole[taken].items()}
             mask = expected["response_mask"].bool() & longest
             assert torch.equal(cells["response_mask"].bool(), mask)
             assert torch.equal(cells["attention_mask"][LENGTHS.prompt :].bool(), mask)
@@ -137,10 +137,10 @@ def test_rows_that_are_carried_become_the_responses_of_their_steps(num_ranks: in
             assert cells["finished"] == (expected["finished"] & (expected["response_mask"].bool() == mask).all())
             for name in ("rollout_logprobs", "logprobs"):
                 assert torch.allclose(cells[name], expected["rollout_logprobs"] * mask, atol=1e-5, rtol=0)
-            versions = 10 + step - age + torch.arange(LENGTHS.response) // TOKENS
+            versions = 10 + taken + torch.arange(LENGTHS.response) // TOKENS
             assert torch.equal(cells["policy_version"], (versions * mask).int())
-            assert (step - age, number) not in ends, "trained on twice"
-            ends[step - age, number] = step
+            assert (taken, number) not in ends, "trained on twice"
+            ends[taken, number] = step
     for taken, columns in enumerate(whole):
         lengths = (columns["response_mask"].bool() & longest).sum(1)
         if not by_row:
@@ -153,14 +153,14 @@ def test_an_empty_place_has_nothing() -> None:
     """In the first step no prompts are under way, and a prompt that is trained on leaves its place empty."""
     rounds = Rounds(1, 3)
     first, *_ = rounds.generate(0, 0)
-    assert first.exists.sum() == rounds.shape.num_taken and not any(age for age, _ in rounds.trained())
-    trained = rounds.trained()
+    trained = rounds.trained(0)
+    assert first.exists.sum() == rounds.shape.num_taken and not any(taken for taken, _ in trained)
     second, *_ = rounds.generate(1, 1)
     (store,) = rounds.stores
     assert store is not None
     for row in rounds.runs[0].rows:
-        age, number = rounds.shape.as_taken(row)
-        is_empty = age == 2 or (age == 1 and (0, number) in trained)
+        taken, number = rounds.shape.as_taken(row, 1)
+        is_empty = taken == -1 or (taken, number) in trained
         assert bool(second.exists[row]) != is_empty
         assert not is_empty or not any(
             store.get(name, [row]).any() for name in ("response_mask", "attention_mask", Column.PRESENT)

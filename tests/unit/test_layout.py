@@ -194,12 +194,16 @@ def places_of(numbers: Iterable[int], segments: int) -> tuple[int, ...]:
 def test_rows_as_they_were_taken_and_places_are_inverse() -> None:
     for prompts, samples, segments in product((1, 5), (1, 3), (1, 2, 4)):
         shape = BatchShape(prompts * segments, samples, segments=segments)
-        taken = [shape.as_taken(row) for row in range(shape.num_rows)]
-        assert sorted(taken) == list(product(range(segments), range(shape.num_taken)))
-        assert [shape.place_of(number, age) for age, number in taken] == list(range(shape.num_rows))
-        # in the next step a prompt is one place further, with all of its samples
-        going = [(row, age, number) for row, (age, number) in enumerate(taken) if age + 1 < segments]
-        assert all(shape.as_taken(row + samples) == (age + 1, number) for row, age, number in going)
+        for step in range(segments, 2 * segments + 1):
+            taken = [shape.as_taken(row, step) for row in range(shape.num_rows)]
+            first = step - segments + 1
+            assert sorted(taken) == list(product(range(first, step + 1), range(shape.num_taken)))
+            assert [shape.place_of(*each) for each in taken] == list(range(shape.num_rows))
+            new = [row for row, (each, _) in enumerate(taken) if each == step]
+            assert tuple(new) == shape.rows(tuple(shape.new_prompts(step)))
+            # in the next step a prompt has the same place, with all of its samples
+            kept = [row for row, (each, _) in enumerate(taken) if each > first]
+            assert all(shape.as_taken(row, step + 1) == taken[row] for row in kept)
 
 
 def test_random_layouts_split_exactly() -> None:
