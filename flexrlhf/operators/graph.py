@@ -64,7 +64,6 @@ class Operator:
     on_trained:   runs on the copy that is trained even where another copy is for inference, before that copy trains.
     carries:      columns that it also reads of the step before: as it wrote them, of rows that are not whole yet, or
                   scores.
-    is_by_row:    samples of a prompt may be missing, since they are trained on in other steps.
     is_repeated:  it runs once for each attempt of dynamic sampling, on the rows of that attempt.
     earlier:      columns that it also reads of the rows of earlier attempts.
     is_free:      a generate with replies whose rows go on one by one, each when its reply is there.
@@ -93,7 +92,6 @@ class Operator:
     also: int = 0
     on_trained: bool = False
     carries: tuple[str, ...] = ()
-    is_by_row: bool = False
     is_repeated: bool = False
     earlier: tuple[str, ...] = ()
     is_free: bool = False

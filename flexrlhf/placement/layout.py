@@ -196,6 +196,8 @@ class BatchShape:
     ``attempts``: most times that dynamic sampling takes prompts. Prompt ``p`` is number ``p // attempts`` of attempt
     ``p % attempts``; a mini-batch has as many numbers as groups that it trains on. With segments a round has as many
     places for the prompts that it takes, in one attempt.
+    ``is_by_row``: whether a row is trained on when it has ended, without the other samples of its prompt
+    (``rollout.groups: as-ended``).
     """
 
     num_prompts: int
@@ -205,6 +207,7 @@ class BatchShape:
     num_blocks: int = 1
     segments: int = 1
     attempts: int = 1
+    is_by_row: bool = False
 
     @classmethod
     def of(cls, spec: Spec) -> Self:
@@ -218,6 +221,7 @@ class BatchShape:
             spec.num_blocks,
             segments,
             algorithm.attempts,
+            segments > 1 and spec.rollout.groups == "as-ended",
         )
 
     @property

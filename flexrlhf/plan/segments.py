@@ -62,12 +62,11 @@ def _joining(generates: Sequence[Operator]) -> Operator:
 
 def _reading(operator: Operator, spec: Spec) -> Operator:
     """Return an operator that computes for the rows that the step trains on."""
-    is_by_row, algorithm = spec.rollout.groups == "as-ended", spec.algorithm
-    operator = replace(operator, reads=(*operator.reads, Column.PRESENT), is_by_row=is_by_row)
+    operator, algorithm = replace(operator, reads=(*operator.reads, Column.PRESENT)), spec.algorithm
     has_baseline = isinstance(algorithm, ReinforceSpec) and algorithm.baseline == "group"
     # these compare the responses of a group, also with the ones of earlier steps
     grouped = ("group_advantages", *(["reinforce_advantages"] if has_baseline else []))
-    if is_by_row and operator.function in grouped:
+    if spec.rollout.groups == "as-ended" and operator.function in grouped:
         return replace(operator, writes=(*operator.writes, Column.GROUP_SCORES), carries=(Column.GROUP_SCORES,))
     return operator
 

@@ -95,7 +95,8 @@ class OperatorRun:
         operator, suffix = self.operator, self.operator.suffix
         mini_batches = self.mini_batches if mini_batches is None else mini_batches
         rows = self.extra_rows(mini_batches) if is_extra else self.present_rows(store, mini_batches)
-        samples = 1 if operator.is_by_row else self.shape.samples_per_prompt
+        by_row = self.shape.is_by_row and Column.PRESENT in operator.reads
+        samples = 1 if by_row else self.shape.samples_per_prompt
         names = [
             name for name in operator.reads if (name in operator.extra_reads) == is_extra and name != Column.PRESENT
         ]
@@ -103,7 +104,7 @@ class OperatorRun:
             suffix = f".{operator.extra_loss}"
         columns = {name.removesuffix(suffix): store.get(name, rows) for name in names}
         blocks = self.shape.blocks_on(self.layout, self.rank, mini_batches)
-        if operator.is_by_row:
+        if by_row:
             blocks = tuple(self.shape.rows(block) for block in blocks)
         place = {row // samples: index for index, row in enumerate(rows[::samples])}
         return Batch(

@@ -213,16 +213,16 @@ class OpenRows:
         was_read = torch.arange(self.state["tokens"].shape[1], device=masks.device) < ends[:, None]
         return earlier.where(was_read.repeat_interleave(size, 1), found)
 
-    def columns(self, by_row: bool) -> Columns:
+    def columns(self) -> Columns:
         """Return the columns of all rows at the end of the step, with ``present``: rows that have ended, or had their
-        last segment; all responses to a prompt at once, unless ``by_row``."""
+        last segment; where rows are not trained on by themselves, all responses to a prompt at once."""
         is_whole = self.exists & (self.has_ended | self.has_last_segment)
         # a row that is trained on is not carried, so its place is empty in the next step
         columns = {
             name: values.where(self.exists.view(-1, *[1] * (values.dim() - 1)), torch.zeros_like(values))
             for name, values in self.state.items()
         }
-        return {**columns, Column.PRESENT: _present(is_whole, 1 if by_row else self.shape.samples_per_prompt)}
+        return {**columns, Column.PRESENT: _present(is_whole, self.shape)}
 
 
 def whole_responses(run: OperatorRun, batch: Batch, step: int) -> Columns:
@@ -236,7 +236,7 @@ def whole_responses(run: OperatorRun, batch: Batch, step: int) -> Columns:
     is_last = shape.as_taken(batch.rows, step)[0] == step - shape.segments + 1
     # places without a prompt have no text
     is_whole = batch["attention_mask"].bool().any(1) & (torch.stack(ends).all(0) | is_last)
-    return {Column.PRESENT: _present(is_whole, shape.samples_per_prompt)}
+    return {Column.PRESENT: _present(is_whole, shape)}
 
 
 def _have_ended(mask: Tensor, finished: Tensor, episode: Tensor | None) -> Tensor:
@@ -244,8 +244,9 @@ def _have_ended(mask: Tensor, finished: Tensor, episode: Tensor | None) -> Tenso
     return (finished == 1) | mask.bool().all(1) if episode is None else episode != GOING
 
 
-def _present(is_whole: Tensor, samples: int) -> Tensor:
-    """Return uint8 (n,) of rows bool (n,), so many of which are trained on together."""
+def _present(is_whole: Tensor, shape: BatchShape) -> Tensor:
+    """Return uint8 (n,) of rows bool (n,): the ones that are trained on."""
+    samples = 1 if shape.is_by_row else shape.samples_per_prompt
     return is_whole.view(-1, samples).all(1).repeat_interleave(samples).to(torch.uint8)
 
 

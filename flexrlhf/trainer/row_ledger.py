@@ -83,7 +83,7 @@ class RowLedger(Observer):
 
     @property
     def carried(self) -> dict[str, list[int]]:
-        """Rows that are carried, as the step that took them numbered them, by that step; none where ``counts`` are none."""
+        """Rows that are carried, by the step that took them, as it numbered them; none where ``counts`` are none."""
         found: dict[str, list[int]] = {}
         for row, step in sorted(self._open.items()) if self._is_accounting else ():
             found.setdefault(str(step), []).append(self._plan.batch.as_taken(row, step)[1])

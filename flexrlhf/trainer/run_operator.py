@@ -145,7 +145,7 @@ def _continued(
         places = rows.open_places
         ahead = [each.continued(each.open_places) for each in later]
         rows.add(places, run.model.engine.generate(rows.continued(places), sampling, ahead), run.model.version)
-    return rows.columns(by_row=spec.rollout.groups == "as-ended")
+    return rows.columns()
 
 
 def _combine(

@@ -66,8 +66,7 @@ class Rounds:
     """Ranks of a model that generate round by round; ``stores``: rows of the newest step by rank."""
 
     def __init__(self, num_ranks: int, segments: int, by_row: bool = False) -> None:
-        self.by_row = by_row
-        self.shape = BatchShape(PROMPTS * segments, SAMPLES, 2, segments=segments)
+        self.shape = BatchShape(PROMPTS * segments, SAMPLES, 2, segments=segments, is_by_row=by_row)
         model = placed(generate_tokens=6 * (LENGTHS.prompt + LENGTHS.response))
         self.engine = engine_for(model, lengths=LENGTHS)
         model = replace(model, layout=Layout(tuple(range(num_ranks))))
@@ -95,7 +94,7 @@ class Rounds:
             places = each.open_places
             generated = self.engine.generate(each.continued(places), replace(PLAIN, step=step))
             each.add(places, generated, version)
-            columns = each.columns(self.by_row)
+            columns = each.columns()
             for name in run.operator.writes:
                 store.put(name, run.rows, columns[name])
             made.append(each)

@@ -84,10 +84,11 @@ def test_responses_that_end_alone_are_compared_with_the_scores_of_their_group(
     algorithm: str, is_compared: bool
 ) -> None:
     """Of earlier steps; other operators compute for single rows."""
-    waiting, alone = (plan_of(None, 1, algorithm, THREE, *further).graph for further in ((), (ENDED,)))
+    plans = [plan_of(None, 1, algorithm, THREE, *further) for further in ((), (ENDED,))]
+    assert [plan.batch.is_by_row for plan in plans] == [False, True]
+    waiting, alone = (plan.graph for plan in plans)
     assert [operator.name for operator in alone.operators] == [operator.name for operator in waiting.operators]
     for operator, before in zip(alone.operators, waiting.operators, strict=True):
-        assert operator.is_by_row == (operator.kind != "generate") and not before.is_by_row
         scores = (Column.GROUP_SCORES,) if operator.name == "advantages" and is_compared else ()
         assert operator.writes == (*before.writes, *scores) and operator.carries == (*before.carries, *scores)
 
