@@ -41,6 +41,9 @@ NOISE_BYTES = 35
 Without it, hash and noise need 24."""
 CACHE_COLUMNS = 64
 """Columns by which the space of a KV cache grows."""
+SLOT_TEXT_BYTES = 36
+"""Bytes per place of a slot that keeps its row: the token, noted; tokens of contexts and their mask; and the new tokens
+with their log-probs."""
 SEQUENCE_COPIES = 6
 """Copies of a layer's input at most, where sequence parallelism gathers it and scatters its gradient, over gloo."""
 OUTPUT_BYTES = 16
@@ -418,13 +421,14 @@ class Blocks:
         return self.layers * self.sizes.cached_features * self.item // self.sizes.cache_parts(self.tp)
 
     def decode_bytes(
-        self, rows: int, prompt: int, response: int, read: int | None, graphs: bool = False
+        self, rows: int, prompt: int, response: int, read: int | None, graphs: bool = False, keeps: bool = False
     ) -> dict[str, int]:
         """Return bytes by name while ``rows`` are decoded together: the cache, and the larger of activations and
         logits.
 
         read:    tokens of a pass over prompts, for rows in slots; None: one pass reads all prompts of a wave.
         graphs:  whether passes are captured, which have memory of their own, and logits that stay.
+        keeps:   whether rows in slots go on from their keys and values, as turns of episodes do.
         """
         cache, width = rows * self.kv_bytes_per_token(), prompt + response
         if read is None:
@@ -440,13 +444,30 @@ class Blocks:
             # ids of prompts; the mask; keys of a prompt that are copied to other slots, or of rows that move
             attended = rows * width * (self.item + 1)
             prefill = max(prefill, rows * prompt * self.item * self._key // self.tp)
+            if keeps:
+                prefill = max(prefill, self._continued_bytes(rows, width, read))
         activations = max(prefill, attended + self.forward_bytes(rows, 1))
         logits = rows * self.sizes.vocabulary * (NOISE_BYTES + self.item)
         found = {CACHE: cache * width, **larger(activations=activations, logits=logits)}
+        if keeps:
+            found["texts in slots"] = SLOT_TEXT_BYTES * rows * width
         if graphs:
             captured = attended + self.forward_bytes(rows, 1) + 2 * rows * self.sizes.vocabulary * self.item
             found["CUDA graphs"] = captured
         return found
+
+    def _continued_bytes(self, rows: int, width: int, read: int) -> int:
+        """Return the bytes of a pass over replies to ``rows`` in slots of ``width`` tokens: a mask over all that their
+        tokens may attend to, and keys and values of one layer, which are copied from the slots, and on GPUs repeated
+        for the heads that share them.
+
+        read:  tokens of a pass. One over replies has fewer, so that its mask is as large as their square, or one reply.
+        """
+        sizes, tokens = self.sizes, min(rows * width, max(min(read, 1 + read**2 // width), width))
+        repeated = 2 * self._query if sizes.kv_heads < sizes.heads else 0
+        attended = self.kv_bytes_per_token() // self.layers + self.item * repeated // self.tp
+        mask = tokens * width
+        return max(mask * (1 + self.item), mask * self.item + rows * width * attended + self.forward_bytes(tokens, 0))
 
     def paged_decode_bytes(self, rows: int, step_tokens: int) -> dict[str, int]:
         """Return bytes by name while vLLM, whose cache has memory of its own, decodes ``rows`` together: the larger of

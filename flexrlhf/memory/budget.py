@@ -163,17 +163,18 @@ class SequenceLengths:
 class Sizing:
     """Inputs of a memory plan.
 
-    placement:  the placed models.
-    shapes:     by role; a role is absent when its shape is known only once it is loaded.
-    texts:      lengths of the rows.
-    sync:       settings of weight syncs.
-    own_texts:  lengths by role, for models with a tokenizer of their own.
-    node_of:    node of a rank; None: all are on one.
-    reusing:    copies that exist only during their calls, as of ``copies_that_reuse`` (plan/reused_copies.py).
-    slots:      whether rows are decoded in slots where a family can.
-    on_gpus:    whether all devices are GPUs of known classes, on which vLLM has graphs and buffers.
-    save:       settings of saved models.
-    kept_slots: slots, by placed model, whose rows keep their keys and values from step to step, on each rank.
+    placement:     the placed models.
+    shapes:        by role; a role is absent when its shape is known only once it is loaded.
+    texts:         lengths of the rows.
+    sync:          settings of weight syncs.
+    own_texts:     lengths by role, for models with a tokenizer of their own.
+    node_of:       node of a rank; None: all are on one.
+    reusing:       copies that exist only during their calls, as of ``copies_that_reuse`` (plan/reused_copies.py).
+    slots:         whether rows are decoded in slots where a family can.
+    on_gpus:       whether all devices are GPUs of known classes, on which vLLM has graphs and buffers.
+    save:          settings of saved models.
+    has_episodes:  whether generated rows have turns, between which slots keep their keys and values.
+    kept_slots:    slots, by placed model, whose rows keep their keys and values from step to step, on each rank.
     """
 
     placement: Placement
@@ -186,6 +187,7 @@ class Sizing:
     slots: bool = True
     on_gpus: bool = False
     save: SaveSpec = field(default_factory=SaveSpec)
+    has_episodes: bool = False
     kept_slots: Mapping[ModelName, int] = field(default_factory=dict)
 
     def texts_of(self, role: str) -> SequenceLengths:
@@ -258,7 +260,7 @@ class Sizing:
 
     def take_over(self, other: Sizing) -> None:
         """Take the states and calls that ``other`` has computed of models that are the same here."""
-        alike = "texts", "own_texts", "slots", "on_gpus", "kept_slots"
+        alike = "texts", "own_texts", "slots", "on_gpus", "has_episodes", "kept_slots"
         if any(getattr(self, name) != getattr(other, name) for name in alike):
             return
         same = {
@@ -374,8 +376,10 @@ class Sizing:
             if not model.has_cache:
                 in_slots = self.slots and TextPacking.of(model, shape, texts.width).in_slots
                 read = settings.micro_batch_tokens if in_slots else None
-                found = blocks.decode_bytes(rows, texts.prompt, texts.response, read, settings.cuda_graphs)
-                if work.carries and model.name in self.kept_slots:
+                is_kept = work.carries and model.name in self.kept_slots
+                keeps = in_slots and (is_kept or (self.has_episodes and model.keeps_slots))
+                found = blocks.decode_bytes(rows, texts.prompt, texts.response, read, settings.cuda_graphs, keeps)
+                if is_kept:
                     del found[CACHE]
                 return found
             most = PagedCache(settings.generate_tokens, texts.prompt, texts.response).most_step_tokens

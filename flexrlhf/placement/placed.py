@@ -132,6 +132,16 @@ class PlacedModel:
         return self.split != "whole" or self.layout.ep > 1
 
     @property
+    def shares_passes(self) -> bool:
+        """Whether ranks compute passes together: in lockstep, or each a part of every pass."""
+        return self.in_lockstep or self.layout.cp > 1 or self.layout.tp > 1
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether its slots keep the rows of episodes between turns (``TorchEngine.advance``)."""
+        return self.engine == "torch" and not self.shares_passes
+
+    @property
     def num_shards(self) -> int:
         """Replicas of the weights that store different parts of them between passes."""
         return 1 if self.split == "whole" else self.sharded_over or self.layout.of_weights.dp

@@ -262,6 +262,7 @@ class Plan:
             debug.slots,
             self.cluster.has_known_classes,
             self.spec.save,
+            self.spec.environment is not None,
             {name: slots.rows for name, slots in self.kept_slots.items()},
         )
 

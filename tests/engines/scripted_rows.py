@@ -31,7 +31,8 @@ class RowTurns:
 
 
 class ScriptedRows:
-    """Rows of ``batch``, each with ``turns`` turns of at most ``limit(row, turn)`` tokens and a reply after each."""
+    """Rows of ``batch``, each with ``turns`` turns of at most ``limit(row, turn)`` tokens and a reply after each, of
+    ``reply(row, turn)`` tokens."""
 
     def __init__(
         self,
@@ -41,9 +42,11 @@ class ScriptedRows:
         turns: int,
         delay: Delay,
         limit: Callable[[int, int], int],
+        reply: Callable[[int, int], int] = lambda row, turn: (row + turn) % 4,
     ) -> None:
         self.most_rows, self._batch, self._longest = len(batch), batch, longest
         self._turns, self._delay, self._limit, self._step = turns, delay, limit, sampling.step
+        self._reply = reply
         self._question = 0
         self.batches: list[int] = []
         """Rows of each batch."""
@@ -80,7 +83,7 @@ class ScriptedRows:
             state.sampled += [1] * (length - first)
             state.turn += 1
             state.experts = columns["experts"][place] if "experts" in columns else None
-            reply = [4 + (row + 3 * state.turn + number) % 20 for number in range((row + state.turn) % 4)]
+            reply = [4 + (row + 3 * state.turn + number) % 20 for number in range(self._reply(row, state.turn))]
             if state.turn < self._turns and len(response) + len(reply) < self._longest:
                 state.tokens += reply
                 state.logprobs += [0.0] * len(reply)

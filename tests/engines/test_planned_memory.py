@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_rows import ScriptedRows
 from small_models import peak_bytes
 from torch import Tensor
 from torch.distributed import HashStore
@@ -62,12 +63,12 @@ def placed(role: str, settings: dict[str, Any], head: Head) -> tuple[PlacedModel
     return PlacedModel(ModelName(role), Layout((0,)), True, spec, head=head), shape
 
 
-def engine_of(model: PlacedModel) -> TorchEngine:
+def engine_of(model: PlacedModel, lengths: Lengths = LENGTHS) -> TorchEngine:
     alone = RankGroup(None, (0,), lambda *_: None)
     return TorchEngine(
         EngineContext(
             placed=model,
-            lengths=LENGTHS,
+            lengths=lengths,
             temperature=1.0,
             seed=0,
             num_updates=3,
@@ -161,4 +162,27 @@ def test_bytes_of_a_group_that_is_divided(tokens: int, compares: bool) -> None:
     phases = sizing.phases(Compute("train", "actor", ROWS, compares=compares), 0)
     assert 0.97 < (state.gradients + max(phase.part_bytes for phase in phases)) / trained < 1.5
     assert (trained < 7e6) is (not compares and tokens < 4096)
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("reply", "tokens", "kv_heads"), [(200, 256, 4), (200, 1024, 2), (14, 256, 4)])
+def test_bytes_of_rows_that_go_on_in_their_slots(reply: int, tokens: int, kv_heads: int, dtype: str) -> None:
+    """With long replies the mask over all that they attend to counts, with short ones copied keys and values."""
+    lengths, number = Lengths(8, 248), 8
+    settings = {"dtype": dtype, "init": {**INIT, "vocab_size": 64, "num_key_value_heads": kv_heads}}
+    model, shape = placed("actor", {**settings, "micro_batch_tokens": tokens}, "causal")
+    texts = SequenceLengths(lengths.prompt, lengths.response)
+    sizing = Sizing(Placement((model,), 1), {"actor": shape}, texts, SyncSpec(), has_episodes=True)
+    (phase,) = sizing.phases(Compute("generate", ModelName("actor"), number), 0)
+    engine, sampling = engine_of(model, lengths), Sampling(0, 0, 1.0, (10**6,), 0)
+    rows = Batch({"prompts": torch.full((number, 8), 3, dtype=torch.int32)}, torch.arange(number), 1)
+    rows = rows.with_columns({"prompt_mask": torch.ones(number, 8, dtype=torch.uint8)})
+
+    def play() -> None:
+        scripted = ScriptedRows(rows, sampling, lengths.response, 99, lambda *_: 0, lambda *_: 4, lambda *_: reply)
+        engine.advance(scripted, sampling)
+
+    play()
+    assert 1.0 < phase.part_bytes / peak_bytes(play) < 1.5
     engine.close()

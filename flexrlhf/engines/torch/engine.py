@@ -46,7 +46,7 @@ class TorchEngine(Lender):
     """
 
     def __init__(self, context: EngineContext) -> None:
-        placed, settings, ranks = context.placed, context.placed.settings, context.ranks
+        placed, settings = context.placed, context.placed.settings
         self.num_requests = 0
         self._is_sharded = placed.split != "whole"
         skeleton = Skeleton.of(context)
@@ -58,7 +58,7 @@ class TorchEngine(Lender):
         if not self._is_sharded:
             self._masters = _cast(self._model, DTYPES[settings.dtype])
         self._await_device = context.await_device
-        self._shares_passes = placed.in_lockstep or ranks.cp is not None or ranks.tp.group is not None
+        self._shares_passes = placed.shares_passes
         self._passes = Passes.of(context, self._model, self._model, head, placed.in_lockstep)
         self._host_offload = HostOffload(context.device, context.copies)
         self._usage_at_offload: MemoryUsage | None = None

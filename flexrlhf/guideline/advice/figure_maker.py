@@ -212,8 +212,16 @@ class FigureMaker:
     def _sizing(self) -> Sizing:
         """Bytes of any model of the spec, wherever it is."""
         lengths, own, nothing = self._lengths, self._own_lengths, Placement((), 0)
-        on_gpus = self._cluster.has_known_classes
-        return Sizing(nothing, self.shapes, lengths, self.spec.sync, own, on_gpus=on_gpus, save=self.spec.save)
+        return Sizing(
+            nothing,
+            self.shapes,
+            lengths,
+            self.spec.sync,
+            own,
+            on_gpus=self._cluster.has_known_classes,
+            save=self.spec.save,
+            has_episodes=self.spec.environment is not None,
+        )
 
     @cached_property
     def _cluster(self) -> Cluster:
