@@ -29,17 +29,18 @@ class Reducer(Protocol):
 class EarlierScores:
     """Scores of the responses to the prompts of a batch that were trained on in earlier steps.
 
-    scores: (g, s), of the groups that the batch has rows of; NaN of responses without one.
-    places: int64 (n,), of the batch's rows in the flattened ``scores``.
+    columns: by name, (g, s) or (g, s, R), of the groups that the batch has rows of; NaN of responses without one.
+    places:  int64 (n,), of the batch's rows among the g * s.
     """
 
-    scores: Tensor
+    columns: Columns
     places: Tensor
 
-    def completed(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """Return all scores (g, s) with the ``scores`` (n,) of the batch's rows that count, bool (n,)."""
-        whole = self.scores.flatten().index_copy(0, self.places, scores.float().masked_fill(~counts, torch.nan))
-        return whole.view(self.scores.shape)
+    def completed(self, name: str, values: Tensor, counts: Tensor) -> Tensor:
+        """Return the column ``name`` with the ``values`` (n, ...) of the batch's rows that count, bool (n,)."""
+        own = values.float()
+        own = own.where(counts.view(-1, *[1] * (own.dim() - 1)), torch.nan)
+        return self.columns[name].flatten(0, 1).index_copy(0, self.places, own).view(self.columns[name].shape)
 
 
 @dataclass(frozen=True)

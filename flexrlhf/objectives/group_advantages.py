@@ -53,17 +53,16 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
         reasons = torch.where(alike, Outcome.ALIKE.code, Outcome.SURPLUS.code)
         outcomes = outcomes.where(selected | (outcomes > 0), reasons.to(outcomes.dtype))
         statistics |= _taken(batch, selected)
-    advantages = centred[:, None] * mask
+    advantages, ended = centred[:, None] * mask, ended_scores(totals, shaped.counts, context)
     if is_after:
         # a token's choice has made the tokens after it possible, so their penalties count as well
         advantages = (centred[:, None] - _from_here_on(penalty)) * mask
     if spec.supervision == "process":
-        of_steps, step_statistics = process_advantages(spec, batch, shaped)
-        advantages, statistics = of_steps * mask, statistics | step_statistics
+        of_steps, ended_steps, step_statistics = process_advantages(spec, batch, shaped, context.earlier)
+        advantages, ended, statistics = of_steps * mask, ended | ended_steps, statistics | step_statistics
     advantages = advantages.float()
     statistics["advantage"] = moments(advantages, mask)
-    columns = {"loss_mask": mask, "advantages": advantages, "outcome": outcomes}
-    return columns | ended_scores(totals, shaped.counts, context), statistics
+    return {"loss_mask": mask, "advantages": advantages, "outcome": outcomes, **ended}, statistics
 
 
 def ended_scores(scores: Tensor, counts: Tensor, context: CombineContext) -> Columns:
@@ -90,7 +89,7 @@ def _compare(
         # by raw scores: a penalty, also one for length, would make responses differ that score alike
         alike = _score_alike(shaped.raw_scores.view(-1, samples), shaped.counts.view(-1, samples))
         return _Compared(centred, deviation, alike.expand(-1, samples).reshape(-1))
-    known = earlier.completed(scores, shaped.counts)
+    known = earlier.completed(Column.GROUP_SCORES, scores, shaped.counts)
     alike = _score_alike(known.nan_to_num(), ~known.isnan()).expand_as(known).flatten()
     return _Compared(centred, deviation, alike[earlier.places])
 
@@ -132,7 +131,7 @@ def centre_in_groups(
     earlier:  scores that complete the groups where they are not whole.
     """
     if earlier is not None:
-        known = earlier.completed(scores, counts)
+        known = earlier.completed(Column.GROUP_SCORES, scores, counts)
         filled = known.nan_to_num().flatten(), ~known.isnan().flatten()
         centred, deviation = centre_in_groups(*filled, known.shape[1], baseline)
         return centred[earlier.places], deviation[earlier.places]
@@ -198,15 +197,25 @@ def _selected_of_mini_batch(
     return torch.isin(order, first).repeat_interleave(samples)
 
 
-def process_advantages(spec: GroupSpec, batch: Batch, shaped: ShapedRewards) -> tuple[Tensor, Moments]:
-    """Return advantages (n, R): for each token the normalised rewards of the steps that end at it or later.
+def process_advantages(
+    spec: GroupSpec, batch: Batch, shaped: ShapedRewards, earlier: EarlierScores | None
+) -> tuple[Tensor, Columns, Moments]:
+    """Return advantages (n, R): for each token the normalised rewards of the steps that end at it or later; and the
+    column of the rewards of steps, for responses of their groups that end later.
 
-    Rewards of steps are normalised over all steps of the group (GRPO, Shao et al. 2024, section 4.1.3).
+    Rewards of steps are normalised over all steps of the group (GRPO, Shao et al. 2024, section 4.1.3), of its
+    responses that have ended by now. ``earlier``: of these, if groups are not whole.
     """
     rewards, ends = _step_rewards(batch, shaped)
-    normalised = _normalised(rewards, ends, batch.samples_per_prompt, spec.scale == "group")
-    advantages = _from_here_on(normalised) * shaped.mask
-    return advantages, {"response_steps": moments(ends.sum(1).float(), shaped.counts)}
+    by_deviation, ended, statistics = spec.scale == "group", Columns(), moments(ends.sum(1).float(), shaped.counts)
+    if earlier is None:
+        normalised = _normalised(rewards, ends, batch.samples_per_prompt, by_deviation)
+    else:
+        ended[Column.GROUP_STEPS] = rewards.float().masked_fill(~ends, torch.nan)
+        known = earlier.completed(Column.GROUP_STEPS, ended[Column.GROUP_STEPS], shaped.counts)
+        filled, known_ends = known.nan_to_num().flatten(0, 1), ~known.isnan().flatten(0, 1)
+        normalised = _normalised(filled, known_ends, known.shape[1], by_deviation)[earlier.places]
+    return _from_here_on(normalised) * shaped.mask, ended, {"response_steps": statistics}
 
 
 def _from_here_on(values: Tensor) -> Tensor:

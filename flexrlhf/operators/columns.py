@@ -35,6 +35,8 @@ class Column:
     GROUP_SCORES: ClassVar[str] = "group_scores"
     """Column of scores that advantages are relative to, of the responses to a prompt that have ended by
     now; NaN of others."""
+    GROUP_STEPS: ClassVar[str] = "group_steps"
+    """Column of the rewards of these responses' steps, each on its last token; NaN elsewhere."""
     STEP_ENDS: ClassVar[str] = "step_ends"
     """Column of the tokens that end a step."""
     REWARDS: ClassVar[str] = "token_scores.environment"
@@ -98,6 +100,7 @@ COLUMNS = {
         Column("values", "response+1", "float32", "values"),
         Column("scores", "row", "float32", "scores"),
         Column("group_scores", "row", "float32"),
+        Column("group_steps", "response", "float32"),
         Column("token_scores", "response", "float32", "token_scores"),
         Column("step_ends", "response", "uint8"),
         Column("advantages", "response", "float32"),

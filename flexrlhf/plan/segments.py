@@ -67,7 +67,9 @@ def _reading(operator: Operator, spec: Spec) -> Operator:
     # these compare the responses of a group, also with the ones of earlier steps
     grouped = ("group_advantages", *(["reinforce_advantages"] if has_baseline else []))
     if spec.rollout.groups == "as-ended" and operator.function in grouped:
-        return replace(operator, writes=(*operator.writes, Column.GROUP_SCORES), carries=(Column.GROUP_SCORES,))
+        by_steps = isinstance(algorithm, GroupSpec) and algorithm.supervision == "process"
+        carried = (Column.GROUP_SCORES, *([Column.GROUP_STEPS] if by_steps else []))
+        return replace(operator, writes=(*operator.writes, *carried), carries=carried)
     return operator
 
 
@@ -104,8 +106,6 @@ def _needs_whole_groups(graph: Graph, spec: Spec) -> str:
         return f"{own} may compare the responses to a prompt"
     if isinstance(algorithm, RaftSpec):
         return "raft trains on the best of all responses to a prompt"
-    if isinstance(algorithm, GroupSpec) and algorithm.supervision == "process":
-        return "supervision: process compares the steps of all responses to a prompt"
     if isinstance(algorithm, GroupSpec) and algorithm.dynamic_sampling is not None:
         return "dynamic_sampling leaves out whole groups"
     return ""

@@ -186,7 +186,7 @@ class CalledTrainer:
                     rows = self._plan.batch.rows(prompts)
                     for column in run.operator.carries:
                         none = store.get(column, ())
-                        missing = torch.nan if column == Column.GROUP_SCORES else 0
+                        missing = torch.nan if column in (Column.GROUP_SCORES, Column.GROUP_STEPS) else 0
                         store.put(column, rows, none.new_full((len(rows), *none.shape[1:]), missing))
 
     def _leave_out(self, step: int) -> None:

@@ -269,19 +269,23 @@ def places_in(run: OperatorRun, batch: Batch) -> Tensor:
     return torch.tensor([place[row] for row in batch.rows.tolist()], dtype=torch.int64, device=batch.rows.device)
 
 
-def carried_scores(run: OperatorRun, step: int, before: RowStore | None, device: torch.device) -> Tensor:
-    """Return the scores of all rows of ``run`` (n,) that ended in steps before; NaN of others."""
-    scores = torch.full((len(run.rows),), torch.nan, device=device)
+def carried_scores(run: OperatorRun, step: int, before: RowStore | None, empty: RowStore) -> Columns:
+    """Return the columns (n, ...) that a combine ``run`` carries, of all its rows as far as they ended in steps before;
+    NaN of others."""
     places = [place for place, row in enumerate(run.rows) if run.shape.as_taken(row, step)[0] < step]
-    if before is not None and places:
-        scores[places] = before.get(Column.GROUP_SCORES, [run.rows[place] for place in places])
-    return scores
+    columns = Columns()
+    for name in run.operator.carries:
+        none = empty.get(name, ())
+        columns[name] = none.new_full((len(run.rows), *none.shape[1:]), torch.nan)
+        if before is not None and places:
+            columns[name][places] = before.get(name, [run.rows[place] for place in places])
+    return columns
 
 
-def earlier_scores(run: OperatorRun, batch: Batch, scores: Tensor) -> EarlierScores:
-    """Return the groups of the rows of ``batch``, with ``scores`` (n,) of all rows of ``run`` as far as they ended in
-    steps before."""
-    samples = run.shape.samples_per_prompt
-    places = places_in(run, batch)
+def earlier_scores(run: OperatorRun, batch: Batch, carried: Columns) -> EarlierScores:
+    """Return the groups of the rows of ``batch``, with columns ``carried`` (n, ...) of all rows of ``run`` as far as
+    they ended in steps before."""
+    samples, places = run.shape.samples_per_prompt, places_in(run, batch)
     groups, index = (places // samples).unique(return_inverse=True)
-    return EarlierScores(scores.view(-1, samples)[groups], index * samples + places % samples)
+    columns = {name: each.unflatten(0, (-1, samples))[groups] for name, each in carried.items()}
+    return EarlierScores(columns, index * samples + places % samples)

@@ -161,19 +161,18 @@ def _combine(
         return take_prompts(run, store, context.spec.algorithm, alone)
     if run.operator.joins_responses:
         return whole_responses(run, batch, sampling.step), {}
-    carries = Column.GROUP_SCORES in run.operator.carries
-    scores = carried_scores(run, sampling.step, before, context.device) if carries else None
+    carried = carried_scores(run, sampling.step, before, store)
     combine_context = CombineContext(
         run.parts(store),
         run.model.dp,
         run.state,
         sampling.step,
         sampling.seed,
-        None if scores is None else earlier_scores(run, batch, scores),
+        earlier_scores(run, batch, carried) if carried else None,
         has_surplus=context.spec.num_segments == 1,
     )
     columns, statistics = computed_columns(run.operator, context.spec, batch, combine_context, context.decode)
-    if scores is not None:
+    for name, values in carried.items():
         # also of rows that are not trained on in this step
-        columns[Column.GROUP_SCORES] = scores.index_copy(0, places_in(run, batch), columns[Column.GROUP_SCORES])
+        columns[name] = values.index_copy(0, places_in(run, batch), columns[name])
     return columns, statistics

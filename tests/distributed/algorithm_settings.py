@@ -276,6 +276,12 @@ ALGORITHMS: dict[str, Raw] = {
         truncation="mask-loss",
         ptx={**PRETRAINING, "coefficient": 0.3},
     ),
+    # steps are compared with the ones of rows that have ended by then
+    "grpo-as-ended-process": _of(
+        "grpo",
+        {**_scored(BY_STEP), "rollout": {"segment_tokens": 2, "groups": "as-ended"}, "steps": 6},
+        supervision="process",
+    ),
     "grpo-corrected": _of("grpo", importance={"level": "sequence", "cap": 1.1}, kl=None),
     "grpo-ptx": _of("grpo", ptx={**PRETRAINING, "coefficient": 0.3}, freeze_actor_steps=1),
     "rloo": _of("rloo"),

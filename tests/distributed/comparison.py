@@ -169,7 +169,8 @@ def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Devi
     columns = {name: column for name, column in outcome.columns(number).items() if not BEFORE.fullmatch(name)}
     if step.places is not None:
         found = columns.pop("present").nonzero().flatten().tolist()
-        columns.pop("group_scores", None)
+        for name in ("group_scores", "group_steps"):
+            columns.pop(name, None)
         yield Deviation(number, "present", float(len(set(found).symmetric_difference(step.places))), 0.0)
         columns = {name: _of_places(step, column) for name, column in columns.items()}
     if step.columns:

@@ -126,25 +126,35 @@ def grouped_as_ended(spec: GroupSpec, responses: list[Response], controls: Contr
     counting = [response for response in responses if response.counts]
     for response in counting:
         response.total = sum(rewards_of(spec, response, controls))
+        response.step_rewards = steps_of(rewards_of(spec, response, controls), response.step_ends)
     for response in counting:
         known = [each for each in response.siblings if each.total is not None]
         totals = [each.total for each in known]
         (advantage,) = (a for each, a in zip(known, compared(spec, totals), strict=True) if each is response)
         response.advantages = [advantage - cost for cost in costs_to_come(spec, response, controls)]
         terms.add("group_alike", [float(are_alike(totals))])
+        if spec.supervision == "process":
+            terms.add("response_steps", [float(len(response.step_rewards))])
+            normalise_steps(spec, [response], [each.step_rewards for each in known])
 
 
 def by_steps(spec: GroupSpec, group: list[Response], controls: Controls, terms: Terms) -> None:
     """Shao et al. 2024, section 4.1.3: normalised over all steps of the group; a token has the sum of steps that end at
     or after it."""
-    rewards = [steps_of(rewards_of(spec, response, controls), response.step_ends) for response in group]
-    terms.add("response_steps", [float(len(each)) for each in rewards])
-    flat = [reward for each in rewards for reward in each.values()]
+    for response in group:
+        response.step_rewards = steps_of(rewards_of(spec, response, controls), response.step_ends)
+    terms.add("response_steps", [float(len(response.step_rewards)) for response in group])
+    normalise_steps(spec, group, [response.step_rewards for response in group])
+
+
+def normalise_steps(spec: GroupSpec, responses: list[Response], known: list[dict[int, float]]) -> None:
+    """Over the steps that are known of their group."""
+    flat = [reward for each in known for reward in each.values()]
     mean, deviation = mean_and_deviation(flat) if flat else (0.0, 0.0)
     scale = deviation + 1e-6 if spec.scale == "group" else 1.0
-    for response, each in zip(group, rewards, strict=True):
+    for response in responses:
         response.advantages = [
-            sum((reward - mean) / scale for end, reward in each.items() if end >= token)
+            sum((reward - mean) / scale for end, reward in response.step_rewards.items() if end >= token)
             for token in range(len(response.tokens))
         ]
 

@@ -45,8 +45,8 @@ class Episode:
 class Response:
     """One row of a step. ``margins``: by how much each token won over the second best. ``versions``: of the weights
     that sampled each token. ``place``: row of the step's batch, also of rows that are not whole yet. ``siblings``: all
-    responses to the prompt, if each is trained on when it ends; ``total``: its score, once it has one; ``is_whole``:
-    whether it has ended.
+    responses to the prompt, if each is trained on when it ends; ``total``: its score, once it has one, and
+    ``step_rewards``, of its steps by their ends; ``is_whole``: whether it has ended.
 
     ``rollout_logprobs``: of the tokens when they were sampled; ``logprobs``: under the policy that the loss takes its
     ratio to. ``by_source``: scores of each of several sources, by column; ``scores``, ``token_scores``: their sums, by
@@ -68,6 +68,7 @@ class Response:
     place: int = 0
     siblings: list[Response] = field(default_factory=list)
     total: float | None = None
+    step_rewards: dict[int, float] = field(default_factory=dict)
     is_whole: bool = False
     rollout_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -193,6 +193,7 @@ WITHOUT: dict[str, dict[str, object]] = {
     "grpo-cispo": {"surrogate": "clip"},
     "grpo-clip-cov": {"surrogate": "clip"},
     "grpo-kl-cov": {"surrogate": "clip"},
+    "grpo-as-ended-process": {"supervision": "outcome"},
     "grpo-process": {"supervision": "outcome"},
 }
 """A setting → the change that makes another run."""

@@ -70,7 +70,7 @@ ALIKE = [
     same("retokenized", "lag", 2),
     same("segments", "co-located", 2),
     same("grpo-segments", "lag-4-every-2", 2),
-    same("grpo-as-ended", "lag-2-alone", 2),
+    same("grpo-as-ended-process", "lag-2-alone", 2),
     same("grpo-dynamic-segments", "co-located", 2),
     same("reinforce", "co-located", 2),
     same("running", "six", 2),
@@ -150,7 +150,8 @@ DEFAULT = [
         # PPO under a lag is in the pair with corrections, too, and segments are in pairs of groups
         if pair.first == Case("two", "co-located", 2)
         or pair.first.setting in ("corrected", "scheduled")
-        or pair.first.setting in ("grpo-segments", "grpo-as-ended", "grpo-dynamic-segments", "grpo-episodes-segments")
+        or pair.first.setting
+        in ("grpo-segments", "grpo-as-ended-process", "grpo-dynamic-segments", "grpo-episodes-segments")
     ),
     *(
         pair

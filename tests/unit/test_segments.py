@@ -22,6 +22,7 @@ REMAX = "algorithm={name: remax, prompts_per_step: 8}"
 SFT = ("algorithm={name: sft, prompts_per_step: 8}", "models={actor: {init: {model_type: llama}}}")
 THREE, ENDED = "rollout.segment_tokens=3", "rollout.groups=as-ended"
 KEPT = "rollout.caches=kept"
+PROCESS = ("algorithm.supervision=process", "reward={model: reward, level: step, separator: '.'}")
 DYNAMIC = "algorithm.dynamic_sampling={rounds: 2}"
 FROZEN = "algorithm.freeze_actor_steps=1"
 PTX, TEXTS = "algorithm.ptx={path: texts.jsonl}", qualified((*TEXT, "loss_mask"), Qualifier.PTX)
@@ -76,20 +77,20 @@ def test_generation_carries_its_columns_and_all_others_read_which_rows_are_prese
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "is_compared"),
-    [(GRPO, True), (BASELINE, True), (BASELINE.replace("group", "none"), False)],
-    ids=["grpo", "baseline", "no baseline"],
+    ("algorithm", "number"),
+    [((GRPO,), 1), ((GRPO, *PROCESS), 2), ((BASELINE,), 1), ((BASELINE.replace("group", "none"),), 0)],
+    ids=["grpo", "process", "baseline", "no baseline"],
 )
 def test_responses_that_end_alone_are_compared_with_the_scores_of_their_group(
-    algorithm: str, is_compared: bool
+    algorithm: tuple[str, ...], number: int
 ) -> None:
     """Of earlier steps; other operators compute for single rows."""
-    plans = [plan_of(None, 1, algorithm, THREE, *further) for further in ((), (ENDED,))]
+    plans = [plan_of(None, 1, *algorithm, THREE, *further) for further in ((), (ENDED,))]
     assert [plan.batch.is_by_row for plan in plans] == [False, True]
     waiting, alone = (plan.graph for plan in plans)
     assert [operator.name for operator in alone.operators] == [operator.name for operator in waiting.operators]
     for operator, before in zip(alone.operators, waiting.operators, strict=True):
-        scores = (Column.GROUP_SCORES,) if operator.name == "advantages" and is_compared else ()
+        scores = (Column.GROUP_SCORES, Column.GROUP_STEPS)[: number if operator.name == "advantages" else 0]
         assert operator.writes == (*before.writes, *scores) and operator.carries == (*before.carries, *scores)
 
 
