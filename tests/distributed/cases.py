@@ -968,6 +968,10 @@ def _every_megatron() -> list[Case]:
         for way in ("megatron-tp-pp", "megatron-pp-dp")
     ]
     sides += [Case(setting, "lag", 4, "megatron-cp") for setting in ("two", "grpo")]
+    sides += [
+        Case("grpo-episodes-segments", "lag", 4, "megatron-pp"),
+        Case("grpo-episodes-dynamic", "six", 4, "megatron-tp"),
+    ]
     # Megatron's distributed optimizer has no sgd
     return sides + [case for case in four if (case.setting, case.compute) != ("scheduled", "megatron-tp-pp")]
 
