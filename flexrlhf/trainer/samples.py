@@ -126,9 +126,11 @@ def collect_samples(
         columns = TEXTS + (Column.TURN_ENDS, Column.REWARDS) * (
             Column.REWARDS in (*run.operator.reads, *run.operator.writes)
         )
+    if not columns:
+        return []
     prompts = {prompt for m in run.mini_batches for prompt in run.shape.prompts_of_attempt(m, run.attempt)}
     chosen = [row for row in sample_rows(run.shape, count) if row // run.shape.samples_per_prompt in prompts]
-    if not columns or not chosen:
+    if not chosen:
         return []
     # in segments rows of other steps are there as well
     is_of_step = (Column.PRESENT,) if run.shape.segments > 1 else ()
