@@ -26,6 +26,7 @@ from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.placement.rollout import KeptSlots
 from flexrlhf.weights.shards import Part
 
 Moments = dict[str, Tensor]
@@ -213,6 +214,7 @@ class EngineContext:
     copies:          streams of this rank's copies to host memory and back; None: the engine has its own.
     switches:        mechanisms that the run does without.
     waits:           of this rank's main thread, for a library whose ranks wait for each other inside a call.
+    kept_slots:      slots whose rows keep their keys and values from step to step; None: each call reads its rows.
     """
 
     placed: PlacedModel
@@ -229,6 +231,7 @@ class EngineContext:
     copies: CopyStreams | None = None
     switches: Switches = NO_SWITCHES
     waits: Waits = field(default_factory=Waits)
+    kept_slots: KeptSlots | None = None
 
     def is_tied(self, config: Any) -> bool:
         """Return whether the embedding is also the language head. ``config``: Hugging Face config of the model."""
@@ -378,6 +381,9 @@ class Engine(Protocol):
         noise_step:     step of each row's noise; that of ``sampling``.
         searched_from:  its tokens that stop strings are not searched in; 0.
         most_tokens:    its new tokens at most, 1 or more; to the end of the response.
+
+        With ``kept_slots`` a row whose step of noise, number and temperature are those of one before goes on with the
+        keys and values of that one, as long as their ``period`` is the same.
         """
         ...
 

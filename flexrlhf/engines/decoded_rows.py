@@ -130,15 +130,18 @@ class DueRows:
         given = zip(self.batch["responses"].tolist(), self._given.tolist(), strict=True)
         return [row[:length] for row, length in given]
 
-    def waiting(self, shares: bool) -> list[WaitingRow]:
+    def waiting(self, shares: bool, keeps: bool = False) -> list[WaitingRow]:
         """Return the rows that have new tokens, longest contexts first.
 
         shares:  whether equal contexts are read once.
+        keeps:   whether rows have keys and values of steps before: equal ones may be of different weights.
         """
         numbers = torch.arange(len(self.mask), device=self.mask.device)
         contexts, lengths = numbers, self.mask.sum(1)
         if shares and self.batch.samples_per_prompt > 1:
             _, contexts = torch.stack([self.tokens, self.mask], 1).unique(dim=0, return_inverse=True)
+            if keeps:
+                contexts = contexts.where(self._given == 0, numbers + len(numbers))
         order = lengths.argsort(descending=True, stable=True)
         columns = [numbers, lengths, self.limits, contexts, self.batch.rows, self._steps]
         rows = [WaitingRow(self, *row) for row in torch.stack(columns, 1)[order].tolist()]

@@ -20,8 +20,9 @@ from flexrlhf.engines.decoded_rows import DueRows, LiveRows, WaitingRow
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.engines.router_replay import Routers
 from flexrlhf.engines.sampling import completes_stop, sample_tokens
-from flexrlhf.engines.slots import Slots
+from flexrlhf.engines.slots import RowKey, Slots
 from flexrlhf.engines.waves import Wave
+from flexrlhf.placement.rollout import KeptSlots
 
 _DROP_SHARE = 0.25
 """Share of ended rows from which on copying the KV cache of the others pays off."""
@@ -34,6 +35,36 @@ def tokens_between_looks(device: torch.device) -> int:
     return 1 if device.type == "cpu" else 8
 
 
+class KeptRows:
+    """Rows of one model that keep their keys and values from call to call, in slots with room for all of them.
+
+    settings: of the slots.
+    """
+
+    def __init__(self, settings: KeptSlots) -> None:
+        self._settings, self._period = settings, 0
+        self._slots: Slots | None = None
+
+    def slots_at(
+        self,
+        step: int,
+        model: PreTrainedModel,
+        columns: int,
+        settings: PassSettings,
+        device: torch.device,
+        routers: Routers | None,
+    ) -> Slots:
+        """Return the slots at a call of ``step``, with the rows that are under way; the other arguments are those of
+        ``Slots``, the same at every call."""
+        kept, period = self._settings, self._settings.period(step)
+        if self._slots is None:
+            self._slots = Slots(model, kept.rows, columns, settings, device, routers, keeps=True)
+        oldest = step if period != self._period else step - kept.segments + 1
+        self._period = period
+        self._slots.begin_call(oldest)
+        return self._slots
+
+
 class Decoding:
     """Responses of at most ``max_tokens`` tokens to the prompts of ``batch``, decoded call by call of the model.
 
@@ -41,6 +72,7 @@ class Decoding:
     routers:   of the model, whose experts are recorded; None: none are.
     source:    of further rows, decoded in slots with these, which receives each row that has ended; None: there are no
                others, and ``columns`` returns all of them.
+    kept:      rows of calls before that keep their keys and values; None: none do.
     """
 
     def __init__(
@@ -52,10 +84,11 @@ class Decoding:
         settings: PassSettings,
         routers: Routers | None = None,
         source: RowSource | None = None,
+        kept: KeptRows | None = None,
     ) -> None:
         assert sampling.decode is not None or not sampling.stop, "stop strings are searched in decoded text"
-        assert source is None or settings.slots, "rows come while others are decoded in slots alone"
-        self._model, self._sampling, self._source = model, sampling, source
+        assert settings.slots or (source is None and kept is None), "slots alone keep rows, or take more of them"
+        self._model, self._sampling, self._source, self._kept = model, sampling, source, kept
         self._settings = settings.within(batch.tokens)
         self._routers, self._max_tokens = routers, max_tokens
         device = batch.rows.device
@@ -106,19 +139,27 @@ class Decoding:
     def _columns(self, ended: LiveRows, batch: Batch) -> dict[str, Tensor]:
         return ended.columns(batch, self._max_tokens, self._sampling.pad_token_id)
 
-    def _in_slots(self, num_rows: int) -> Iterator[bool]:
-        """Decode rows, each as soon as it has a slot."""
-        waiting, source, device = (
-            deque(self._first.waiting(self._settings.shares)),
-            self._source,
-            self._end_tokens.device,
-        )
+    def _slots(self, num_rows: int, waiting: Sequence[WaitingRow]) -> Slots:
+        """Return slots for at most ``num_rows`` rows at a time, of which ``waiting`` come first, or the kept ones."""
+        source, device, routers = self._source, self._end_tokens.device, self._routers
+        if self._kept is not None:
+            return self._kept.slots_at(
+                self._sampling.step, self._model, self._text_width, self._settings, device, routers
+            )
         if source is None:
             size, columns = len(waiting), max((row.length + row.limit for row in waiting), default=0)
         else:
             size, columns = source.most_rows, self._text_width
-        keeps, size = source is not None, min(num_rows, size)
-        slots = Slots(self._model, size, columns, self._settings, device, self._routers, keeps)
+        size, keeps = min(num_rows, size), source is not None
+        return Slots(self._model, size, columns, self._settings, device, routers, keeps)
+
+    def _waiting(self, due: DueRows) -> list[WaitingRow]:
+        return due.waiting(self._settings.shares, self._kept is not None)
+
+    def _in_slots(self, num_rows: int) -> Iterator[bool]:
+        """Decode rows, each as soon as it has a slot."""
+        waiting, source, device = deque(self._waiting(self._first)), self._source, self._end_tokens.device
+        is_greedy, slots = self._sampling.temperature == 0, self._slots(num_rows, waiting)
         live, placed, last, step = self._live(self._first, self._first.limits[:0]), list[WaitingRow](), list[int](), 0
         looks = True
         while waiting or placed or source is not None:
@@ -128,7 +169,7 @@ class Decoding:
                 if batch is None:
                     source = None
                 else:
-                    waiting.extend(self._due(batch).waiting(self._settings.shares))
+                    waiting.extend(self._waiting(self._due(batch)))
             if waiting and (not placed or free >= min(-(-slots.size // _REFILLED), len(waiting))):
                 new = [waiting.popleft() for _ in range(min(free, len(waiting)))]
                 for due, group in groupby(new, lambda row: row.due):
@@ -138,7 +179,8 @@ class Decoding:
                     }
                     index = torch.tensor([row.place for row in rows], device=device)
                     lengths, sources = [row.length for row in rows], [holders[row.context] for row in rows]
-                    yield from slots.add(due.texts(index), lengths, sources, [(row.row, row.step) for row in rows])
+                    keys = [RowKey(row.step, row.row, is_greedy) for row in rows]
+                    yield from slots.add(due.texts(index), lengths, sources, keys)
                     live, placed = live.joined(self._live(due, index)), placed + rows
                     last += [step + row.limit for row in rows]
             if not placed:
@@ -152,7 +194,8 @@ class Decoding:
                 ended = live.ended.tolist()
                 if any(ended):
                     self._end([slot for slot, has_ended in enumerate(ended) if has_ended], live, placed, slots)
-                    left = slots.remove(ended)
+                    counts = zip(placed, live.lengths.tolist(), strict=True)
+                    left = slots.remove(ended, [row.length + count - 1 for row, count in counts])
                     live = live.select(torch.tensor(left, dtype=torch.int64, device=device))
                     placed, last = [placed[slot] for slot in left], [last[slot] for slot in left]
 

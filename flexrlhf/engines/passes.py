@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, masking_utils
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Batch, EngineContext, Loss, Moments, RowSource, Sampling, Totals, add_moments
-from flexrlhf.engines.decoding import Decoding
+from flexrlhf.engines.decoding import Decoding, KeptRows
 from flexrlhf.engines.language_head import LanguageHead
 from flexrlhf.engines.loss_passes import LossPasses
 from flexrlhf.engines.micro_batch import MicroBatch
@@ -38,6 +38,7 @@ class Passes(LossPasses):
     pass_settings:  by which sequences are laid out in micro-batches.
     dp:             data-parallel group of the model.
     routers:        of a model whose experts are counted, recorded or replayed; None: they are not.
+    kept:           rows that keep their keys and values from step to step; None: none do.
     lockstep:       ranks that gather weights or reduce gradients during a pass, so that all of them must call the model
                     equally often: a rank with fewer rows makes idle passes up to the largest count. None: none do.
     """
@@ -50,6 +51,7 @@ class Passes(LossPasses):
     dp: RankGroup
     lockstep: RankGroup | None
     routers: Routers | None = None
+    kept: KeptRows | None = None
 
     @classmethod
     def of(
@@ -74,6 +76,7 @@ class Passes(LossPasses):
             ranks.dp,
             ranks.same_part if lockstep else None,
             make_routers(model, placed.settings, placed.trained),
+            None if context.kept_slots is None else KeptRows(context.kept_slots),
         )
 
     def generate(self, batch: Batch, sampling: Sampling) -> dict[str, Tensor]:
@@ -112,7 +115,9 @@ class Passes(LossPasses):
         """Return the decoding of ``batch``, and how many rows may be decoded together."""
         lengths = self.readout.lengths
         routers = self.routers if self.settings.has_replay else None
-        decoding = Decoding(self.model, batch, sampling, lengths.response, self.pass_settings, routers, source)
+        # evaluations go on with no row
+        kept = self.kept if sampling.step >= 0 else None
+        decoding = Decoding(self.model, batch, sampling, lengths.response, self.pass_settings, routers, source, kept)
         return decoding, max(1, self.settings.generate_tokens // lengths.total)
 
     def _idle_pass(self, device: torch.device) -> bool:

@@ -14,11 +14,11 @@ for the heads that share them, but of prompts on GPUs without flash attention.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,6 +117,18 @@ class SlotCache(Cache):
             self._experts[targets, :columns] = self._experts[sources, :columns]
 
 
+class RowKey(NamedTuple):
+    """Identity of a row, however often it comes.
+
+    step, row:  of its noise.
+    is_greedy:  whether it is a greedy response, of which a prompt may have one next to sampled ones.
+    """
+
+    step: int
+    row: int
+    is_greedy: bool
+
+
 class Slots:
     """Rows that are decoded together, at most ``size``, with at most ``columns`` tokens each.
 
@@ -145,14 +157,22 @@ class Slots:
         self._cache = SlotCache(size, columns, texts)
         self.size, self.lengths = size, list[int]()
         # of live rows, and of rows that have left: the slot, and the tokens in its cache
-        self._keys, self._kept = list[Hashable](), dict[Hashable, tuple[int, int]]()
+        self._keys, self._kept = list[RowKey](), dict[RowKey, tuple[int, int]]()
         self._tokens = self._positions = torch.zeros(0, dtype=torch.int64, device=self._device)
         # inputs of passes, at the same addresses in all of them
         self._tokens_read, self._columns = torch.zeros(2, size, dtype=torch.int64, device=self._device)
+        self._has_graphs, self._has_room = settings.graphs, False
         self._graphs = DecodingGraphs() if settings.graphs else None
 
+    def begin_call(self, oldest: int) -> None:
+        """Begin a call that goes on with rows of calls before, for all of which there is room: of the ones whose noise
+        is of the step ``oldest`` or later. No row is live."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key.step >= oldest}
+        # weights may be elsewhere
+        self._graphs, self._has_room = DecodingGraphs() if self._has_graphs else None, True
+
     def add(
-        self, tokens: Tensor, lengths: Sequence[int], sources: Sequence[int], keys: Sequence[Hashable]
+        self, tokens: Tensor, lengths: Sequence[int], sources: Sequence[int], keys: Sequence[RowKey]
     ) -> Iterator[bool]:
         """Put prompts into the next free slots; yield True before each model call.
 
@@ -184,7 +204,7 @@ class Slots:
         self._positions = torch.cat([self._positions, at])
         self._tokens = torch.cat([self._tokens, tokens.gather(1, at[:, None]).squeeze(1)])
 
-    def _begun(self, tokens: Tensor, read: Sequence[int], keys: Sequence[Hashable]) -> list[int]:
+    def _begun(self, tokens: Tensor, read: Sequence[int], keys: Sequence[RowKey]) -> list[int]:
         """Let rows that come again have their keys and values in the next free slots; return how many tokens of each.
 
         Rows that are kept there move to other slots, of which the ones that left last have some.
@@ -192,7 +212,9 @@ class Slots:
         first, texts = len(self.lengths), self._cache.texts
         found = {index: self._kept.pop(key) for index, key in enumerate(keys) if key in self._kept}
         targets, kept = range(first, first + len(keys)), [*self._kept.items()]
-        self._kept = dict(kept[max(0, len(kept) - (self.size - targets.stop)) :])
+        num_lost = max(0, len(kept) - (self.size - targets.stop))
+        assert not (num_lost and self._has_room), "a row under way has no slot"
+        self._kept = dict(kept[num_lost:])
         taken = {slot for slot, _ in self._kept.values()}
         free = [slot for slot in range(targets.stop, self.size) if slot not in taken]
         moves = {targets[index]: slot for index, (slot, _) in found.items()}
@@ -279,8 +301,11 @@ class Slots:
         """Return the experts (m, columns, layers, k) of the tokens of the rows in ``slots``."""
         return self._cache.experts(self._indices(slots))
 
-    def remove(self, ended: Sequence[bool]) -> list[int]:
-        """Remove rows; return for each slot that is live from now on the one its row was in."""
+    def remove(self, ended: Sequence[bool], read: Sequence[int]) -> list[int]:
+        """Remove rows; return for each slot that is live from now on the one its row was in.
+
+        read:  tokens of each row that has ended which were read before its end.
+        """
         left = [slot for slot, has_ended in enumerate(ended) if not has_ended]
         holes = [slot for slot, has_ended in enumerate(ended[: len(left)]) if has_ended]
         order = list(range(len(left)))
@@ -296,7 +321,7 @@ class Slots:
         if self._cache.texts is not None:
             places = dict(zip(holes, left[-len(holes) :], strict=True)) if holes else {}
             for slot in (slot for slot, has_ended in enumerate(ended) if has_ended):
-                kept = places.get(slot, slot), min(self.lengths[slot], self._cache.columns - 1)
+                kept = places.get(slot, slot), min(read[slot], self._cache.columns - 1)
                 self._kept[self._keys[slot]] = kept
         index = self._indices(order)
         self._tokens, self._positions = self._tokens[index], self._positions[index]

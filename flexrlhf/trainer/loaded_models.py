@@ -166,6 +166,7 @@ def load_model_on_rank(
         copies=copies,
         switches=plan.spec.debug,
         waits=world.waits,
+        kept_slots=plan.kept_slots.get(model.name),
     ).make_engine()
     return LoadedModel(model, engine, ranks.dp, ranks.replica, _shape(plan, model, engine.weights(), rank))
 

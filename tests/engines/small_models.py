@@ -55,9 +55,13 @@ def engine_of(role: str = "actor", num_updates: int = 100, head: Head | None = N
 
 
 def engine_for(
-    model: PlacedModel, num_updates: int = 100, lengths: Lengths = LENGTHS, switches: Switches = NO_SWITCHES
+    model: PlacedModel,
+    num_updates: int = 100,
+    lengths: Lengths = LENGTHS,
+    switches: Switches = NO_SWITCHES,
+    **more: Any,
 ) -> TorchEngine:
-    return TorchEngine(replace(context_of(model, num_updates, lengths), switches=switches))
+    return TorchEngine(replace(context_of(model, num_updates, lengths), switches=switches, **more))
 
 
 def context_of(model: PlacedModel, num_updates: int = 100, lengths: Lengths = LENGTHS) -> EngineContext:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,16 @@ import torch
 from small_models import ONE_RANK, engine_for, in_segments, placed
 from test_decoding import LENGTHS, PLAIN, SAMPLINGS, assert_same, model_of, passes_of
 from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
+from flexrlhf.engines.sampling import sample_tokens
+from flexrlhf.engines.slots import Slots
 from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import GENERATE
 from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.placement.rollout import KeptSlots
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.open_rows import OpenRows
@@ -65,10 +70,12 @@ def test_the_noise_is_that_of_the_step_that_took_a_row() -> None:
 class Rounds:
     """Ranks of a model that generate round by round; ``stores``: rows of the newest step by rank."""
 
-    def __init__(self, num_ranks: int, segments: int, by_row: bool = False) -> None:
+    def __init__(
+        self, num_ranks: int, segments: int, by_row: bool = False, kept_slots: KeptSlots | None = None
+    ) -> None:
         self.shape = BatchShape(PROMPTS * segments, SAMPLES, 2, segments=segments, is_by_row=by_row)
         model = placed(generate_tokens=6 * (LENGTHS.prompt + LENGTHS.response))
-        self.engine = engine_for(model, lengths=LENGTHS)
+        self.engine = engine_for(model, lengths=LENGTHS, kept_slots=kept_slots)
         model = replace(model, layout=Layout(tuple(range(num_ranks))))
         loaded = LoadedModel(model, self.engine, ONE_RANK, ONE_RANK, model_shape("actor", model.settings))
         written = (*GENERATE.writes, "rollout_logprobs", "logprobs", Column.PRESENT)
@@ -174,3 +181,78 @@ def test_rows_that_are_put_again_take_no_further_memory() -> None:
     store.put("scores", [1], torch.tensor([9.0]))
     assert store.get("scores", rows).tolist() == [4, 9, 4, 4]
     assert [len(block) for block in store._blocks["scores"]] == [0, 0, 0, 0, 4, 1]
+
+
+# --- keys and values that are kept
+
+
+class MovingWeights:
+    """Weights of a model in each step."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.first = {name: values.clone() for name, values in model.state_dict().items()}
+
+    def put(self, model: PreTrainedModel, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        moved = {n: v + 0.3 * torch.randn(v.shape, generator=generator) * v.std() for n, v in self.first.items()}
+        model.load_state_dict(moved)
+
+
+@torch.no_grad()
+def kept_response(
+    model: PreTrainedModel, weights: MovingWeights, taken: int, number: int, steps: range, renewed: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs of a row, one by one: each token is read once, but in the steps ``renewed``."""
+    batch, cache, response, logprobs = prompts_of(taken), DynamicCache(), list[int](), list[float]()
+    prompt = batch["prompts"][number][batch["prompt_mask"][number] == 1].tolist()
+    for step in steps:
+        weights.put(model, step)
+        cache = DynamicCache() if step in renewed else cache
+        for _ in range(min(TOKENS, LENGTHS.response - len(response))):
+            if response and response[-1] in PLAIN.eos_token_ids:
+                break
+            text = (prompt + response)[cache.get_seq_length() :]
+            logits = model(input_ids=torch.tensor([text]), past_key_values=cache, use_cache=True).logits[:, -1]
+            rows = torch.tensor([number])
+            token, logprob = sample_tokens(logits, replace(PLAIN, step=taken), rows, len(response))
+            response.append(token.item())
+            logprobs.append(logprob.item())
+    return response, logprobs
+
+
+@pytest.mark.parametrize(("lag", "every"), [(0, None), (0, 2), (1, 3)])
+def test_carried_rows_have_keys_and_values_of_the_weights_that_read_each_token(
+    lag: int, every: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token is read twice, but in the first batch behind a checkpoint; samples of a prompt share what they read
+    first alone. Evaluations neither see them nor disturb them."""
+    segments, num_steps, read, counts = 3, 7, Slots._read, list[int]()
+
+    def counted(slots: Slots, rows: list[int], first: int, tokens: Tensor, begun: list[int], ends: list[int]) -> None:
+        counts.append(sum(ends[row] - begun[row] for row in rows))
+        read(slots, rows, first, tokens, begun, ends)
+
+    monkeypatch.setattr(Slots, "_read", counted)
+    renewed = [step for step in range(lag + 1, num_steps) if every and (step - lag) % every == 0]
+    rounds = Rounds(2, segments, by_row=True, kept_slots=KeptSlots(PROMPTS * SAMPLES * segments, segments, lag, every))
+    model, num_carried = rounds.engine._model, 0
+    weights, whole = MovingWeights(model), 0
+    for step in range(num_steps):
+        weights.put(model, step)
+        prompts, evaluated = prompts_of(step), prompts_of(50 + step)
+        new = int((prompts["prompt_mask"][::SAMPLES].sum(1) - 1).sum())
+        counts.clear()
+        rows = rounds.generate(step, step)
+        if step not in renewed:
+            assert sum(counts) == new
+        num_carried += sum(int((each.exists & (each.ages > 0)).sum()) for each in rows)
+        before = rounds.engine.generate(evaluated, replace(PLAIN, step=-1))
+        assert_same(before, rounds.engine.generate(evaluated, replace(PLAIN, step=-1)))
+        for (age, number), cells in rounds.trained().items():
+            own = range(step - age, step + 1)
+            tokens, logprobs = kept_response(model_of(), weights, step - age, number, own, renewed)
+            mask = cells["response_mask"].bool()
+            assert cells["tokens"][LENGTHS.prompt :][mask].tolist() == tokens
+            assert torch.allclose(cells["rollout_logprobs"][mask], torch.tensor(logprobs), atol=1e-5, rtol=0)
+            whole += age > 0
+    assert num_carried > 20 and whole > 10
