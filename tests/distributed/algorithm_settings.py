@@ -191,14 +191,15 @@ ALGORITHMS: dict[str, Raw] = {
         prompts_per_step=2,
         stop=["ta", "o n", "i b", "e"],
     ),
-    # some episodes are carried over two updates, in the middle of a turn, and some are cut at the last segment
+    # some episodes are carried over two updates with their keys and values, in the middle of a turn; some are cut at the
+    # last segment
     "grpo-episodes-segments": _of(
         "grpo",
         {
             **EPISODE_SETTINGS,
             **_scored({"model": "reward", "weight": 0.1}),
             "models": {"reward": OWN_TOKENIZER},
-            "rollout": {"segment_tokens": 3, "max_segments": 3},
+            "rollout": {"segment_tokens": 3, "max_segments": 3, "caches": "kept"},
             "steps": 6,
         },
         supervision="process",

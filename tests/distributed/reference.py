@@ -1,7 +1,7 @@
 """Textbook versions of the algorithms that generate, in one process, which every placement must reproduce.
 
-No KV cache: responses are sampled token by token, each time from all tokens before. Whatever is computed of a response
-is computed of it alone: no padding, no batches.
+No KV cache, unless rows keep theirs: responses are sampled token by token, each time from all tokens before. Whatever
+is computed of a response is computed of it alone: no padding, no batches.
 Only the definition of a run comes from the package: its spec, the order of its data and the noise of its sampling.
 """
 
@@ -26,7 +26,7 @@ from reference_scores import Judge
 from reference_surrogates import reject, select
 from reference_terms import Metric, Terms
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DynamicCache
 
 from flexrlhf.config.algorithms.grpo import GroupSpec
 from flexrlhf.config.algorithms.policy import PolicySpec
@@ -376,6 +376,11 @@ class Reference:
         samples, most = self.policy.samples_per_prompt, self.spec.rollout.segment_tokens
         assert most is not None
         whole, sampled, greedy = [], list[Sampled](), list[Sampled]()
+        every, behind = self.spec.checkpoint.every, step - self.spec.schedule.lag
+        if every is not None and behind > 0 and behind % every == 0:
+            # a run that goes on from the checkpoint after as many steps has no keys and values
+            for each in (each for group in self.under_way.values() for r in group for each in (r, r.greedy) if each):
+                each.cache = DynamicCache()
         for (of_step, number), group in self.under_way.items():
             for sample, response in enumerate(group):
                 response.place = (number * self.segments + of_step % self.segments) * samples + sample

@@ -94,7 +94,7 @@ class EpisodeSampler:
         longest = min(self.settings.turn_tokens or sampler.longest, len(turn) + left)
         while len(turn) < longest and len(episode.text) < sampler.longest and not response.finished:
             position = len(episode.text)
-            scores = sampler.scores(policy.next_logits([response.prompt + episode.text])[0], position)
+            scores = sampler.scores(sampler.next_logits(policy, [response])[0], position)
             perturbed = sampler.perturbed(scores, step, row, position)
             token, margin = sampler._choose(perturbed, step, row, position, forced)
             turn.append(token)

@@ -1,4 +1,5 @@
-"""The models of the reference and their training: one sequence at a time, without padding, cache or batches.
+"""The models of the reference and their training: one sequence at a time, without padding or batches, and without a
+cache but of rows that keep theirs.
 
 Low-rank adapters are peft's own models. Sampling alone takes several sequences at a time.
 """
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 from transformers.core_model_loading import revert_weight_conversion
 
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec, OptimizerSpec
@@ -78,6 +79,11 @@ class Policy:
         """Logits (n, vocabulary) after each text. Padding follows the texts, so none of their tokens attends to it."""
         ids = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
         return self.model(input_ids=ids).logits[range(len(texts)), [len(text) - 1 for text in texts]].double()
+
+    def next_logits_with(self, cache: DynamicCache, text: list[int]) -> Tensor:
+        """The same (vocabulary,) of one text, of whose first tokens ``cache`` has keys and values, and then of all."""
+        further = torch.tensor([text[cache.get_seq_length() :]])
+        return self.model(input_ids=further, past_key_values=cache, use_cache=True).logits[0, -1].double()
 
     def distributions(self, prompt: list[int], response: list[int], temperature: float | None = None) -> Tensor:
         """Log-probs (len(response), vocabulary) at every position of the response."""

@@ -11,6 +11,7 @@ import torch
 from reference_models import Weights
 from reference_terms import Metric
 from torch import Tensor
+from transformers import DynamicCache
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.chat import read_chat_format
@@ -56,7 +57,8 @@ class Response:
     importance sampling does not reject; ``selected``: 1 for tokens that a covariance selects. ``values``, ``returns``:
     by critic. ``own_texts``: the tokens for models with their own tokenizer, by role, padded; ``is_cut``: whether their
     beginning is left out. ``episode``: replies between its tokens, if an environment has made some. ``experts``: of
-    each layer, of the tokens that calls have read, ``num_read``.
+    each layer, of the tokens that calls have read, ``num_read``. ``cache``: keys and values of tokens that were read,
+    if the run keeps them.
     """
 
     prompt: list[int]
@@ -96,6 +98,7 @@ class Response:
     episode: Episode | None = None
     experts: list[Tensor] = field(default_factory=list)
     num_read: int = 0
+    cache: DynamicCache = field(default_factory=DynamicCache)
 
     @property
     def text(self) -> list[int]:

@@ -64,6 +64,7 @@ class Sampler:
         self.ends, self.longest = ends_of(spec, tokenizer), spec.data.max_response_tokens
         self.top_p, self.top_k = settings.top_p, settings.top_k
         self.shortest, self.stop = settings.min_response_tokens, settings.stop
+        self.keeps = spec.rollout.caches == "kept"
 
     def scores(self, logits: Tensor, position: int) -> Tensor:
         """Logits of the allowed tokens, -inf elsewhere: their softmax is the distribution that is sampled from."""
@@ -90,9 +91,15 @@ class Sampler:
         lengths = [min(self.longest, len(s.response.tokens) + (most or self.longest)) for s in sampled]
         limits = list(zip(sampled, lengths, strict=True))
         while left := [s for s, length in limits if len(s.response.tokens) < length and not s.response.finished]:
-            logits = policy.next_logits([s.response.prompt + s.response.tokens for s in left])
-            for each, own in zip(left, logits, strict=True):
+            for each, own in zip(left, self.next_logits(policy, [s.response for s in left]), strict=True):
                 self._add_token(each, own)
+
+    def next_logits(self, policy: Policy, responses: Sequence[Response]) -> Sequence[Tensor]:
+        """Logits (vocabulary,) after each of the responses so far."""
+        texts = [response.prompt + response.text for response in responses]
+        if not self.keeps:
+            return [*policy.next_logits(texts)]
+        return [policy.next_logits_with(each.cache, text) for each, text in zip(responses, texts, strict=True)]
 
     def _add_token(self, sampled: Sampled, logits: Tensor) -> None:
         response, position = sampled.response, len(sampled.response.tokens)

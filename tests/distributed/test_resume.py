@@ -205,10 +205,14 @@ class Resumptions:
 
     def _outcome(self, case: Case, name: str, is_whole: bool = False, steps: int | None = None) -> Outcome:
         spec = self._assets.spec(case)
-        segments = {name: getattr(spec.rollout, name) for name in ("segment_tokens", "max_segments", "groups")}
+        segments = {
+            name: getattr(spec.rollout, name) for name in ("segment_tokens", "max_segments", "groups", "caches")
+        }
+        # rows that keep their caches do so in some batches behind the checkpoint, but not in the first
+        every = NEXT_STEP if spec.rollout.caches == "kept" else 1
         further = {
             "name": name,
-            "checkpoint": CheckpointSpec(every=1, keep_last=9),
+            "checkpoint": CheckpointSpec(every=every, keep_last=9),
             "steps": steps or max(spec.steps, NEXT_STEP + 1),
             "rollout": RolloutSpec(**segments) if is_whole else spec.rollout,
         }
