@@ -194,8 +194,8 @@ class Decoding:
                 ended = live.ended.tolist()
                 if any(ended):
                     self._end([slot for slot, has_ended in enumerate(ended) if has_ended], live, placed, slots)
-                    counts = zip(placed, live.lengths.tolist(), strict=True)
-                    left = slots.remove(ended, [row.length + count - 1 for row, count in counts])
+                    counts = live.lengths.tolist() if slots.keeps else []
+                    left = slots.remove(ended, [row.length + n - 1 for row, n in zip(placed, counts, strict=False)])
                     live = live.select(torch.tensor(left, dtype=torch.int64, device=device))
                     placed, last = [placed[slot] for slot in left], [last[slot] for slot in left]
 

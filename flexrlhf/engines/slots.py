@@ -153,6 +153,7 @@ class Slots:
         self._device = device
         # kernels would copy a mask of any other width
         columns = -(-columns // 8) * 8
+        self.keeps = keeps
         texts = torch.zeros(size, columns, dtype=torch.int64, device=device) if keeps else None
         self._cache = SlotCache(size, columns, texts)
         self.size, self.lengths = size, list[int]()
@@ -304,7 +305,7 @@ class Slots:
     def remove(self, ended: Sequence[bool], read: Sequence[int]) -> list[int]:
         """Remove rows; return for each slot that is live from now on the one its row was in.
 
-        read:  tokens of each row that has ended which were read before its end.
+        read:  tokens of each row that has ended which were read before its end, where slots are kept.
         """
         left = [slot for slot, has_ended in enumerate(ended) if not has_ended]
         holes = [slot for slot, has_ended in enumerate(ended[: len(left)]) if has_ended]

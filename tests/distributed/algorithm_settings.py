@@ -191,8 +191,8 @@ ALGORITHMS: dict[str, Raw] = {
         prompts_per_step=2,
         stop=["ta", "o n", "i b", "e"],
     ),
-    # some episodes are carried over two updates with their keys and values, in the middle of a turn; some are cut at the
-    # last segment
+    # some episodes are carried over two updates with their keys and values, in the middle of a turn; some are cut at
+    # the last segment
     "grpo-episodes-segments": _of(
         "grpo",
         {
