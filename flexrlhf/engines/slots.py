@@ -5,7 +5,8 @@ row copies nothing of the others. Live rows are in the first slots: a row that e
 Passes have as many rows as a few sizes allow, since kernels compute 9 rows as long as 16.
 
 A row that may go on leaves its keys and values in its slot, behind the live ones, until another row needs it: when the
-row comes again, a pass reads what its context has in addition.
+row comes again, a pass reads what its context has in addition. With a slot for every row under way that is so from step
+to step, also at new weights (``rollout.caches: kept``).
 
 Of a prompt, a pass of its own reads all tokens but the last (prefill); the last one is read with the other rows' newest
 tokens. Attention over slots takes no mask where all rows have the same length, and keys and values are not repeated

@@ -245,14 +245,13 @@ def test_carried_rows_have_keys_and_values_of_the_weights_that_read_each_token(
         rows = rounds.generate(step, step)
         if step not in renewed:
             assert sum(counts) == new
-        num_carried += sum(int((each.exists & (each.ages > 0)).sum()) for each in rows)
+        num_carried += sum(int((each.exists & (each.steps < step)).sum()) for each in rows)
         before = rounds.engine.generate(evaluated, replace(PLAIN, step=-1))
         assert_same(before, rounds.engine.generate(evaluated, replace(PLAIN, step=-1)))
-        for (age, number), cells in rounds.trained().items():
-            own = range(step - age, step + 1)
-            tokens, logprobs = kept_response(model_of(), weights, step - age, number, own, renewed)
+        for (taken, number), cells in rounds.trained(step).items():
+            tokens, logprobs = kept_response(model_of(), weights, taken, number, range(taken, step + 1), renewed)
             mask = cells["response_mask"].bool()
             assert cells["tokens"][LENGTHS.prompt :][mask].tolist() == tokens
             assert torch.allclose(cells["rollout_logprobs"][mask], torch.tensor(logprobs), atol=1e-5, rtol=0)
-            whole += age > 0
+            whole += taken < step
     assert num_carried > 20 and whole > 10
