@@ -224,8 +224,8 @@ def kept_response(
 def test_carried_rows_have_keys_and_values_of_the_weights_that_read_each_token(
     lag: int, every: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No token is read twice, but in the first batch behind a checkpoint; samples of a prompt share what they read
-    first alone. Evaluations neither see them nor disturb them."""
+    """No token is read twice, but in the first batch behind a checkpoint; samples of a prompt share its tokens alone.
+    Evaluations neither read them nor overwrite them."""
     segments, num_steps, read, counts = 3, 7, Slots._read, list[int]()
 
     def counted(slots: Slots, rows: list[int], first: int, tokens: Tensor, begun: list[int], ends: list[int]) -> None:
