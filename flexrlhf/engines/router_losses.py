@@ -44,7 +44,7 @@ class RouterLosses:
         self._probabilities = [torch.zeros(())] * layers
         self._squares = [torch.zeros(())] * layers
         self._values: Tensor | float = 0.0
-        self._mini_batches = 0
+        self._mini_batches: Tensor | int = 0
 
     @property
     def counts_first(self) -> bool:
@@ -64,9 +64,9 @@ class RouterLosses:
         if SQUARES in self._coefficients:
             self._squares[layer] = weights @ logits.float().logsumexp(-1).square()
 
-    def begin(self) -> None:
-        """Begin a mini-batch."""
-        self._mini_batches += 1
+    def begin(self, is_counted: Tensor) -> None:
+        """Begin a mini-batch. ``is_counted``: whether a sequence of it is trained on, bool ()."""
+        self._mini_batches = self._mini_batches + is_counted.double()
 
     def clear(self) -> None:
         """Discard the values since the last ``statistics``."""
@@ -86,7 +86,7 @@ class RouterLosses:
     def statistics(self, over_ranks: Callable[[Tensor], Tensor], reports: bool, device: torch.device) -> Moments:
         """Return the statistics of the mini-batches since the last call, of which one rank ``reports`` the whole."""
         none = torch.zeros(len(self._coefficients), dtype=torch.float64, device=device)
-        values, number = over_ranks(none + self._values), torch.full_like(none, self._mini_batches)
+        values, number = over_ranks(none + self._values), none + self._mini_batches
         self.clear()
         moments = torch.stack([number, values, values * values], 1) * reports
         return dict(zip(self._coefficients, moments.unbind(), strict=True))

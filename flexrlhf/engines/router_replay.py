@@ -118,7 +118,6 @@ class Routers:
         over_ranks:  sums a tensor over all ranks with other tokens.
         """
         assert self.losses is not None, "the losses need totals"
-        self.losses.begin()
         self._load = 0
         with torch.no_grad():
             for piece in pieces if self.losses.counts_first else ():
@@ -128,6 +127,7 @@ class Routers:
         tokens = taken.new_zeros(1) + self.layers * sum(_sequences_of_tokens(piece).sum() for piece in pieces)
         self._load = 0
         sums = over_ranks(torch.cat([tokens, taken.sum(0)]))
+        self.losses.begin(sums[0] > 0)
         tokens = sums[0].clamp(min=1)
         return RouterTotals(tokens, (sums[1:] / tokens).float())
 
@@ -141,7 +141,8 @@ class Routers:
         if self.biases is not None:
             self.biases.add(counts)
         fullest = (counts.amax(1) / counts.mean(1).clamp(min=1e-9)).amax()
-        found = {FULLEST: torch.stack([torch.ones_like(fullest), fullest, fullest * fullest]) * reports}
+        is_counted = (counts.sum() > 0).double()
+        found = {FULLEST: torch.stack([is_counted, fullest, fullest * fullest]) * reports}
         return found if self.losses is None else found | self.losses.statistics(over_ranks, reports, device)
 
     def mismatch(self, piece: MicroBatch) -> Moments:
@@ -183,10 +184,14 @@ class Routers:
 
 
 def _sequences_of_tokens(piece: MicroBatch) -> Tensor:
-    """Return how many sequences have each token of a pass on this rank: int64 (T,), 0 of padding."""
+    """Return how many sequences that are trained on have each token of a pass on this rank: int64 (T,), 0 of padding.
+
+    A response that is left out, as its environment failed or its group is alike, counts in no loss.
+    """
     counts = torch.zeros(piece.tokens.numel(), dtype=torch.int64, device=piece.tokens.device)
     if not piece.idle:
-        counts.index_add_(0, piece.places.flatten(), piece.text_mask.flatten().long())
+        is_trained = piece.batch.sampled_mask.bool().any(1, keepdim=True)
+        counts.index_add_(0, piece.places.flatten(), (piece.text_mask & is_trained).flatten().long())
     counts = counts.view_as(piece.tokens)
     return (counts if piece.part is None else counts[:, piece.part.columns]).flatten()
 

@@ -456,24 +456,18 @@ SOUNDS = [first + second for first in "bdfgklmnprst" for second in "aeiou"]
 
 
 class Game:
-    fails = True
-
     def reset(self, row, seed):
         self.sum = seed + len(row["prompt"])
-        if self.fails and self.sum % 11 == 3:
+        if self.sum % 11 == 3:
             raise RuntimeError("no game today")
         return SOUNDS[self.sum % 60] if self.sum % 3 else ""
 
     def step(self, reply):
         self.sum = self.sum * 31 + sum(place * ord(sign) for place, sign in enumerate(reply, 1))
-        if self.fails and self.sum % 13 == 5:
+        if self.sum % 13 == 5:
             raise RuntimeError("the game broke")
         words = [SOUNDS[self.sum // (place + 2) % 60] for place in range(self.sum % 4)]
         return Turn(" ".join(words), reward=self.sum % 7 / 4 - 0.5, is_done=self.sum % 5 == 0)
-
-
-class Steady(Game):
-    fails = False
 
 
 class Random:
@@ -488,5 +482,4 @@ class Absent:
     def __init__(self):
         raise RuntimeError("no environment")
 '''
-"""Environments: one ends some episodes early, and fails in some; one never fails; one never replies alike; one cannot
-run."""
+"""Environments: one ends some episodes early, and fails in some; one never replies alike; one cannot run."""

@@ -262,8 +262,7 @@ SETTINGS |= {
 # episodes that are carried over updates keep the experts of the tokens that were read before
 SETTINGS["experts-episodes"] = {
     **SETTINGS["experts-replayed"],
-    # router losses count the tokens of failed episodes as well, which the reference does not train on
-    **algorithm_settings.in_episodes_of("Steady"),
+    **algorithm_settings.EPISODE_SETTINGS,
     "rollout": {"segment_tokens": 4},
     "steps": 5,
 }

@@ -81,3 +81,27 @@ def test_each_mini_batch_of_a_step_has_losses_of_its_own() -> None:
     alone = [float(one.losses([part])["router_aux_loss"][1]) for part in parts]
     assert both.losses(parts)["router_aux_loss"].tolist()[:2] == pytest.approx([2, sum(alone)], rel=1e-6)
     assert both.train(parts)["router_aux_loss"].tolist()[:2] == pytest.approx([2, sum(alone)], rel=1e-6)
+
+
+def test_rows_that_are_left_out_of_training_do_not_count() -> None:
+    """A mini-batch of nothing else has no losses of routers."""
+    whole = mini_batch(rows=6)
+    mask = whole["response_mask"].clone()
+    mask[2] = 0
+    alone = whole.select(torch.tensor([0, 1, 3, 4, 5]))
+
+    def found(batch: Batch) -> dict[str, Tensor]:
+        of = engine("mixtral", router_aux_loss_coef=AUXILIARY, router_z_loss_coef=SQUARES)
+        return {
+            name: value
+            for name, value in of.train([(batch, likelihood())]).items()
+            if "router" in name or "expert" in name
+        }
+
+    left_out, expected = found(whole.with_columns({"loss_mask": mask})), found(alone)
+    assert set(left_out) == set(expected) == {"router_aux_loss", "router_z_loss", "expert_load_max"}
+    for name, values in expected.items():
+        torch.testing.assert_close(left_out[name], values, rtol=1e-6, atol=0)
+    of = engine("mixtral", router_aux_loss_coef=AUXILIARY, router_z_loss_coef=SQUARES)
+    none = of.losses([(whole.with_columns({"loss_mask": torch.zeros_like(mask)}), likelihood())])
+    assert not none["router_aux_loss"].any() and not none["router_z_loss"].any()
