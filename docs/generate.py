@@ -76,8 +76,13 @@ def picture(arguments: str) -> str:
     character = (end - start) / WIDTH
     rows: dict[tuple[Box, ...], list[int]] = {}
     for rank in sorted({run["tid"] for run in runs}):
-        own = [run for run in runs if run["tid"] == rank and start <= run["ts"] + character < end]
-        boxes = tuple(_boxes(own, lambda time: max(0, round((time - start) / character))))
+        # a run that goes on behind the step, as under a lag, is in part in this one and in part in the next one
+        own = [
+            run
+            for run in runs
+            if run["tid"] == rank and run["ts"] + character < end and run["ts"] + run["dur"] - character > start
+        ]
+        boxes = tuple(_boxes(own, lambda time: min(WIDTH + 1, max(0, round((time - start) / character)))))
         rows.setdefault(boxes, []).append(rank)
     lines = [*_drawing(rows), *_legend(rows, (end - start) / 1e6)]
     return "\n".join(lines) + "\n"
