@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.policy_sections import KlSpec
@@ -32,6 +33,20 @@ LARGEST_ERROR = 0.2
 """Bound of the relative error of the measured KL that changes the coefficient (Ziegler et al. 2019, section 2.2)."""
 
 
+@dataclass(frozen=True)
+class _BegunStep:
+    """A step of which an operator has not run on all mini-batches.
+
+    state:      values that it computes with.
+    left:       mini-batches that have not run.
+    statistics: of the others, summed.
+    """
+
+    state: ControllerState
+    left: set[int]
+    statistics: dict[str, Triple] = field(default_factory=dict)
+
+
 class Controllers(Observer):
     """Controllers of a run: the values that one step passes to the next, such as the KL coefficient."""
 
@@ -49,12 +64,14 @@ class Controllers(Observer):
                 each.name: {counts[each.function]: 0.0} if each.function in counts else first_state(algorithm)
                 for each in controlled
             }
-        self._statistics: dict[str, dict[str, Triple]] = {}
+        self._begun: dict[tuple[str, int], _BegunStep] = {}
         self._run_here: set[str] = set()
 
-    def state(self, operator: Operator) -> ControllerState:
-        """Return the values after the last step; none for an operator without controller."""
-        return self.states.get(operator.name, {})
+    def state(self, operator: Operator, step: int | None = None) -> ControllerState:
+        """Return the values after the last step; none for an operator without controller. ``step``: if parts of it have
+        run, the ones that they had."""
+        begun = None if step is None else self._begun.get((operator.name, step))
+        return self.states.get(operator.name, {}) if begun is None else begun.state
 
     @property
     def changed(self) -> dict[str, ControllerState]:
@@ -62,16 +79,19 @@ class Controllers(Observer):
         return {name: self.states[name] for name in sorted(self._run_here)}
 
     def load(self, states: Mapping[str, Mapping[str, float]]) -> None:
-        """Set the values by operator, as ``changed`` of all ranks has them."""
+        """Set the values by operator, as ``changed`` of all ranks has them; steps under way begin anew."""
+        self._begun.clear()
         self.states |= {name: dict(state) for name, state in states.items()}
 
     def computed(self, execution: Execution) -> None:
         """Add the statistics of an operator, summed over all replicas."""
         if execution.inner is None:
-            self.add(execution.work, execution.statistics)
+            self.add(execution.work, execution.step, execution.statistics)
 
-    def add(self, run: OperatorRun | Run, statistics: Mapping[str, Triple]) -> None:
-        """Add the statistics of ``run``. Its chunks come in order; the last one ends the step.
+    def add(self, run: OperatorRun | Run, step: int, statistics: Mapping[str, Triple]) -> None:
+        """Add the statistics of ``run`` in ``step``, which ends once all its mini-batches have been added.
+
+        A program may call parts of several steps in turn.
 
         Raises RunStopped, on all ranks of the operator alike, after too many steps without a score.
         """
@@ -89,9 +109,12 @@ class Controllers(Observer):
             ranks, total, _ = statistics[FAILED_IN_A_ROW]
             self.states[name] = {FAILED_IN_A_ROW: total / ranks}
             return
-        METRICS.add(self._statistics.setdefault(name, {}), statistics)
-        if run.mini_batches.stop == self._algorithm.num_mini_batches:
-            self.states[name] = next_state(self._algorithm, self.states[name], self._statistics.pop(name))
+        begun = self._begun.setdefault((name, step), _BegunStep(self.states[name], set(self._shape.mini_batches)))
+        METRICS.add(begun.statistics, statistics)
+        begun.left.difference_update(run.mini_batches)
+        if not begun.left:
+            del self._begun[name, step]
+            self.states[name] = next_state(self._algorithm, self.states[name], begun.statistics)
             self._check_scores(int(self.states[name]["failed_steps"]))
 
     def _check_scores(self, failed_steps: int) -> None:

@@ -206,7 +206,7 @@ class Trainer:
     def work(self, run: Run, step: int) -> OperatorRun:
         """Return the operator of ``run`` on this rank."""
         operator, examples = run.operator, self.rows.examples(step) if run.operator.reads_texts else ()
-        state = self.controllers.state(operator)
+        state = self.controllers.state(operator, step)
         model, rank = self._models[run.model], self._rank.rank
         shape = self.plan.batch
         return OperatorRun(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from itertools import count
 from typing import Any
 
 import pytest
@@ -181,14 +182,31 @@ def test_all_chunks_of_a_step_change_the_numbers_once(num_chunks: int) -> None:
     measured, scores = [9.0, 1.0, 5.0, 2.0, 8.0, 3.0, 7.0, 6.0], [float(row * row) for row in range(8)]
     controls, spec = Controllers(plan), plan.spec.algorithm
     expected = first_state(spec)
-    for _ in range(3):
+    for step in range(3):
         for run in runs:
-            assert controls.state(run.operator) == pytest.approx(expected)
+            assert controls.state(run.operator, step) == pytest.approx(expected)
             part = slice(2 * run.mini_batches.start, 2 * run.mini_batches.stop)
-            controls.add(run, {"kl": triple(measured[part]), "shaped_score": triple(scores[part])})
+            controls.add(run, step, {"kl": triple(measured[part]), "shaped_score": triple(scores[part])})
         expected = next_state(spec, expected, {"kl": triple(measured), "shaped_score": triple(scores)})
     assert controls.state(runs[0].operator) == pytest.approx(expected)
     assert expected["score_count"] == 24 and expected["kl_coefficient"] == pytest.approx(0.1 * 1.016**3)
+
+
+def test_parts_of_steps_that_a_program_calls_in_turn_are_summed_by_step() -> None:
+    """Each step computes with the values as it began."""
+    plan, (one, two) = runs_of(2, "algorithm.normalise_scores=running")
+    controls, first = Controllers(plan), {"shaped_score": triple([1.0, 3.0])}
+    for run, step, scores in ((two, 0, [5.0]), (one, 1, [100.0]), (one, 0, [1.0, 3.0]), (two, 1, [200.0])):
+        assert controls.state(run.operator, step)["score_count"] == 0
+        controls.add(run, step, {"shaped_score": triple(scores)})
+        if (run, step) == (one, 0):
+            assert controls.state(run.operator)["score_mean"] == pytest.approx(3)
+    assert controls.state(one.operator)["score_count"] == 5
+    controls.add(one, 2, first)
+    controls.load(controls.changed)
+    for run in (one, two):
+        controls.add(run, 2, first)
+    assert controls.state(one.operator)["score_count"] == 9
 
 
 def test_a_kl_that_is_no_number_leaves_the_coefficient() -> None:
@@ -207,11 +225,12 @@ def test_steps_in_a_row_without_a_score_end_the_run(limit: int | None, num_chunk
     """A step with one score in any of its chunks begins anew."""
     shown = "null" if limit is None else limit
     plan, runs = runs_of(num_chunks, f"guards.max_failed_steps={shown}")
-    controls = Controllers(plan)
+    controls, numbers = Controllers(plan), count()
 
     def step(last: Triple) -> None:
+        number = next(numbers)
         for run in runs:
-            controls.add(run, {"reward": last if run is runs[-1] else NO_SCORE})
+            controls.add(run, number, {"reward": last if run is runs[-1] else NO_SCORE})
 
     for _ in range(3):
         for _ in range((limit or 10) - 1):

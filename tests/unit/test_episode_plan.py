@@ -182,7 +182,7 @@ def test_failures_in_a_row_are_passed_to_the_next_step() -> None:
     controls = Controllers(plan)
     assert controls.state(run.operator) == {FAILED_IN_A_ROW: 0}
     # two ranks with the same number
-    controls.add(run, {FAILED_IN_A_ROW: (2.0, 6.0, 18.0)})
+    controls.add(run, 0, {FAILED_IN_A_ROW: (2.0, 6.0, 18.0)})
     assert controls.state(run.operator) == {FAILED_IN_A_ROW: 3} == controls.changed["episodes"]
 
 

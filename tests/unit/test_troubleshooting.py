@@ -199,9 +199,9 @@ def no_scores(_: Reader) -> str:
     ]
 
     def steps() -> None:
-        for _ in range(3):
+        for step in range(3):
             for run in runs:
-                states.add(run, {"reward": (0.0, 0.0, 0.0)})
+                states.add(run, step, {"reward": (0.0, 0.0, 0.0)})
 
     return sentence(RunStopped, steps)
 
