@@ -13,6 +13,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Literal, Self
 
+REPLY_PERCENTS = (50, 90, 99)
+"""Percentiles of the times of an environment's replies that a step has."""
 Triple = tuple[float, float, float]
 """Weight, weighted sum and weighted sum of squares."""
 
@@ -280,6 +282,12 @@ _DEFINED = (
     ),
     Metric("episodes_failed_in_a_row", FAILED_IN_A_ROW, "episodes that have failed in a row by the end of the step"),
     Metric("reply_seconds_mean", "reply_seconds", "time of an environment's reply to a turn, mean over replies"),
+    *(
+        Metric(
+            f"reply_seconds_p{each}", f"reply_seconds_p{each}", f"time that {each} % of the step's replies take at most"
+        )
+        for each in REPLY_PERCENTS
+    ),
     Metric("reply_seconds_max", "reply_seconds_longest", "time of the longest reply of the step"),
     Metric("tool_calls", "tool_calls", "calls of tools in an episode"),
     Metric("tool_calls_failed", "failed_tool_calls", "share of calls that failed", over="tool_calls"),

@@ -29,7 +29,7 @@ SamplePart = dict[str, Any]
 """Fields of one sample, among them ``rows`` and ``row``; the others are those that one operator reports."""
 FIELDS = (
     *("rows", "step", "row", "weights_version", "prompt", "response", "turns"),
-    *("length", "finished", "score", "cost"),
+    *("turn_tokens", "length", "finished", "score", "cost"),
 )
 """Fields of a line, in this order."""
 TEXTS = ("tokens", "attention_mask", "response_mask", "finished", "policy_version")
@@ -63,28 +63,31 @@ class ResponseTexts:
                 "length": int(mask[i].sum()),
                 "finished": bool(values["finished"][i]),
                 "weights_version": int(values["policy_version"][i].max()),
-                **({} if self.read_reply is None else {"turns": self._turns(values, i, self.read_reply)}),
+                **({} if self.read_reply is None else self._turns(values, i, self.read_reply)),
             }
             if attention[i].any()
             else {}
             for i in range(len(tokens))
         ]
 
-    def _turns(self, values: Mapping[str, Tensor], row: int, read_reply: ReadReply) -> list[dict[str, Any]]:
-        """Return the turns of the policy, with their rewards, and the messages between them."""
+    def _turns(self, values: Mapping[str, Tensor], row: int, read_reply: ReadReply) -> SamplePart:
+        """Return the turns of the policy, with their rewards, and the messages between them; and the tokens of each
+        turn and of the reply to it."""
         sampled, width = values["response_mask"][row].bool(), values["response_mask"].shape[1]
         count = int(values["attention_mask"][row, -width:].sum())
         tokens, rewards = values["tokens"][row, -width:].long().tolist(), values[Column.REWARDS][row]
-        turns: list[dict[str, Any]] = []
+        turns, numbers = list[dict[str, Any]](), list[list[int]]()
         for is_sampled, places in parts_of(sampled, values[Column.TURN_ENDS][row], count):
             ids = tokens[places.start : places.stop]
             if is_sampled:
                 reward = _number(float(rewards[places.start : places.stop].sum()))
                 turns.append({"role": "policy", "text": self.text(ids), "reward": reward})
+                numbers.append([len(ids), 0])
             else:
                 found = read_reply(ids)
                 turns += [{"role": role or "environment", "text": content} for role, content in found]
-        return turns
+                numbers[-1][1] = len(ids)
+        return {"turns": turns, "turn_tokens": numbers}
 
 
 class Samples(Observer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -106,6 +107,38 @@ def test_carried_rows_await_no_reply_to_the_turn_that_is_cut() -> None:
     # the second row decodes while the first one's episode begins
     carried = READ + 2 * (STEP + ROW)
     assert found.seconds == pytest.approx(max(5 + carried, carried + 4))
+
+
+def test_a_turn_reads_the_reply_alone_if_keys_and_values_are_kept() -> None:
+    class Tokens(Line):
+        def prefill(self, rows: float, context: float, num_alike: float = 1.0) -> float:
+            return rows * context / num_alike
+
+    row = EpisodeRow(10.0, (5.0, 3.0, 2.0), appended=(4.0, 0.0, 1.0))
+    episodes = FollowedEpisodes((row,), (0.0,), ((0.0, 0.0, 0.0),))
+    assert free_times(episodes, LANES, 4, Tokens()).prefill == 10 + 19 + 22
+    # at least the last token of the turn before
+    assert free_times(episodes, LANES, 4, Tokens(), keeps=True).prefill == 10 + 4 + 1
+    carried = replace(episodes, rows=(row._replace(unread=2.0),))
+    assert free_times(carried, LANES, 4, Tokens(), keeps=True).prefill == 2 + 4 + 1
+
+
+def test_late_rows_are_carried_when_nothing_is_left_to_decode() -> None:
+    """They go on in the next generation, once the rest of the reply's time is over; a row in its last one is waited
+    for."""
+    rows = (
+        EpisodeRow(10.0, (3.0, 3.0), appended=(6.0, 1.0), goes_on=True),
+        EpisodeRow(10.0, (3.0, 3.0), (5.0, 5.0)),
+    )
+    episodes = FollowedEpisodes(rows, (0.0, 0.0), ((900.0, 7.0), (8.0, 0.0)))
+    found = free_times(episodes, LANES, 4, Line(), carries=True)
+    assert found.waiting == 8.0
+    (late,) = found.late
+    assert late.row == EpisodeRow(19.0, (3.0,), (1.0,), goes_on=True) and late.replies == (7.0,)
+    assert late.seconds == pytest.approx(900.0 - found.seconds + 2 * (READ + STEP + 2 * ROW), abs=2 * READ)
+    after = free_times(FollowedEpisodes((), (), ()).with_late(found.late), LANES, 4, Line())
+    assert after.waiting == pytest.approx(late.seconds + 7.0)
+    assert free_times(episodes, LANES, 4, Line()).waiting > 880
 
 
 def test_free_rows_take_at_most_the_time_of_rounds() -> None:

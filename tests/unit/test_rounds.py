@@ -6,15 +6,15 @@ from random import Random
 
 import pytest
 
-from flexrlhf.guideline.simulation.rounds import EndedRow, Round, Segment, Segments, make_rounds
+from flexrlhf.guideline.simulation.rounds import EndedRow, Round, Segment, Segments, Turn, make_rounds
 
 
 def test_segments_by_hand() -> None:
     """Two batches of one prompt with two samples, of 2 and 5 tokens and of 1 and 3, in segments of 2 tokens."""
     rounds = make_rounds([[2, 5], [1, 3], [1, 1], [1, 1]], 2, Segments(2, 3))
     assert [dict(each.generated) for each in rounds[:3]] == [
-        {0: [Segment(0, 2), Segment(0, 2)]},
-        {0: [Segment(2, 2), Segment(0, 1), Segment(0, 2)]},
+        {0: [Segment(0, 2), Segment(0, 2, goes_on=True)]},
+        {0: [Segment(2, 2, goes_on=True), Segment(0, 1), Segment(0, 2, goes_on=True)]},
         {0: [Segment(4, 1), Segment(2, 1), Segment(0, 1), Segment(0, 1)]},
     ]
     # the short sample waits two rounds for the long one, whose first tokens are two rounds older than its last
@@ -29,6 +29,20 @@ def test_segments_by_hand() -> None:
     assert rounds[2].staleness() == (13, 13)
     apart = make_rounds([[2, 5], [1, 3], [1, 1], [1, 1]], 2, Segments(2, 3, are_joined=False))
     assert [each.num_trained for each in apart] == [1, 1, 4, 2]
+
+
+def test_an_episode_is_cut_after_sampled_tokens() -> None:
+    """Also inside of a turn, whose reply a later round awaits; another one ends with the most segments."""
+    turns = Turn(5, 2, 0.1), Turn(4, 3, 0.9), Turn(1, 0, 0.5)
+    first, second = Segments(7, 3).pieces(turns)
+    assert first == Segment(0, 9, (turns[0], Turn(2)), goes_on=True)
+    assert second == Segment(9, 6, (Turn(2, 3, 0.9), turns[2]))
+    # a reply behind a cut is read in the next round
+    assert [piece.unread for piece in Segments(5, 3).pieces(turns)] == [1, 2]
+    assert list(Segments(3, 2).pieces(turns))[1] == Segment(3, 5, (Turn(2, 2, 0.1), Turn(1)))
+    assert list(Segments().pieces(turns)) == [Segment(0, 15, turns)]
+    (whole,) = make_rounds([[turns]], 1, Segments())
+    assert whole.trained[0] == [EndedRow(15, 0)]
 
 
 def test_a_row_ends_after_the_most_segments() -> None:

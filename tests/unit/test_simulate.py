@@ -26,7 +26,8 @@ from flexrlhf.guideline.simulation.compare import compare, read_run
 from flexrlhf.guideline.simulation.episode_prices import REPLIES
 from flexrlhf.guideline.simulation.free_episodes import EpisodeRow
 from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths, lengths_for, longest_lengths
-from flexrlhf.guideline.simulation.measured_run import RunRecord, measured_run, reply_times
+from flexrlhf.guideline.simulation.lengths import batch_texts
+from flexrlhf.guideline.simulation.measured_run import MeasuredRun, RunRecord, measured_run, reply_times
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.rounds import Segment
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate, write_timeline
@@ -693,10 +694,10 @@ def test_pieces_of_episodes_have_their_turns() -> None:
     episodes = Pricer(plan, Fixed(), TextLengths(4, (32.0,), replies=8.0)).episodes
     assert episodes is not None
     first, second, last = (episodes.row_of(piece, 12) for piece in (Segment(0, 12), Segment(12, 12), Segment(24, 8)))
-    assert first == EpisodeRow(4, (6, 4), 2, begins=True, awaits=False) and first.num_replies == 1
-    assert second == EpisodeRow(16, (2, 6), 2, begins=False, awaits=True)
+    assert first == EpisodeRow(4, (6, 4), (2, 2), begins=True, awaits=False) and first.num_replies == 1
+    assert second == EpisodeRow(16, (2, 6), (2, 2), begins=False, awaits=True)
     assert list(second.contexts) == [16, 20]
-    assert last == EpisodeRow(28, (6,), 2, begins=False, awaits=True)
+    assert last == EpisodeRow(28, (6,), (2,), begins=False, awaits=True)
 
 
 def test_episodes_in_segments_have_the_turns_and_replies_of_their_pieces() -> None:
@@ -784,6 +785,44 @@ def test_a_run_gives_back_the_time_of_its_replies() -> None:
     measured = measured_run(replace(record, spans=tuple(slow.spans(4)))).simulation
     assert measured.reply_seconds == slow.reply_seconds == 12
     assert measured.part_seconds["generation"] == pytest.approx(slow.part_seconds["generation"])
+
+
+@pytest.mark.parametrize("order", ["planned", "free"])
+def test_a_run_gives_back_the_turns_of_its_episodes_and_how_late_its_replies_are(order: str) -> None:
+    """A step is priced by episodes that are sampled from the recorded ones, each reply with its own time."""
+    game = "environment={path: game.py:Game, max_turns: 6, processes: 64}"
+    plan = plan_of(None, 1, *AGENT, game, H100, f"rollout.order={order}")
+    metrics = {"response_length": 45.0, "reply_length_mean": 20.0, "turns_mean": 2.0, "reply_seconds_mean": 2.0}
+    late = {
+        f"reply_seconds_{name}": value for name, value in (("p50", 0.5), ("p90", 4.0), ("p99", 16.0), ("max", 20.0))
+    }
+    turns: tuple[list[list[int]], ...] = ([[30, 10], [10, 0]], [[30, 10], [30, 10], [20, 0]], [[60, 0]])
+    samples = [
+        {"rows": "training", "step": step, "row": row, "length": 60, "turn_tokens": turns[row]}
+        for step in range(4)
+        for row in range(3)
+    ]
+    lengths, costs = TextLengths(256, (65.0,), turns=2.0, replies=20.0), ScaledCosts(AnalyticCosts(), {}, 1.0)
+    spans = tuple(simulate(plan, replace(costs, replies=replies_of(2.0)), lengths).spans(4))
+
+    def measured(**percentiles: float) -> MeasuredRun:
+        rows = tuple({"step": step, "seconds": 9.0, **metrics, **percentiles} for step in range(4))
+        return measured_run(RunRecord(Path("runs/x"), plan, rows, samples, spans))
+
+    found, before = measured(**late), measured()
+    replies = found.source.costs.environment("game.py:Game")
+    assert replies is not None and sum(replies.replies) / len(replies.replies) == pytest.approx(2.0)
+    assert replies.replies[-1] > 8 * replies.replies[0] and list(replies.replies) == sorted(replies.replies)
+    # as long in the mean as metrics say, here by a quarter of what samples have
+    sampled = [sum(turn[0] for turn in episode) for episode in found.lengths.episodes]
+    assert sum(sampled) / len(sampled) == pytest.approx(45.0) and sampled[0] == pytest.approx(30.0)
+    assert [len(episode) for episode in found.lengths.episodes[:3]] == [2, 3, 1]
+    # the same rows under every placement, and of a larger step
+    texts = batch_texts(plan, found.lengths, 2)
+    assert texts == batch_texts(plan, found.lengths, 3)[:2] and texts[0] != texts[1]
+    assert simulate(plan, found.source.costs, found.lengths).seconds == found.simulation.seconds
+    # the slowest of 64 replies to a turn, or the row with the slowest ones
+    assert found.simulation.reply_seconds > 2 * before.simulation.reply_seconds
 
 
 CALLS = ("generate", "scores", "ref_logprobs", "values", "train_actor", "train_critic")

@@ -10,7 +10,7 @@ from math import ceil, inf
 from random import Random
 
 from flexrlhf.api import BatchShape, EnvironmentSpec, Layout, Plan, Run
-from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes, share_below
 from flexrlhf.guideline.simulation.calls import attempt_shape, mixed, replica_rows, spread
 from flexrlhf.guideline.simulation.free_episodes import EpisodeRow, FollowedEpisodes, ReplyLanes, followed_rows
 from flexrlhf.guideline.simulation.inputs import TextLengths
@@ -75,6 +75,11 @@ class EpisodePrices:
         prompt = self.lengths.prompt + turn * (sum(parts) / len(parts) + replies)
         return replace(self.lengths, prompt=prompt, responses=parts, prompts=())
 
+    @property
+    def reply_tokens(self) -> float:
+        """Tokens of a reply, at least one."""
+        return max(1.0, self.lengths.replies / sum(self.shares))
+
     def waiting_seconds(self, run: Run) -> float:
         """Return the time of all calls to the environments of the rows of ``run``: resets, and replies to each turn."""
         return sum(self.reply_seconds(run, turn) for turn in (None, *range(self.settings.max_turns)))
@@ -96,22 +101,27 @@ class EpisodePrices:
         """Return the time of so many calls that are made together."""
         return self.crowding * self.times.seconds(calls, processes, is_reset)
 
-    def row_of(self, piece: Segment, carried: float, num_alike: int = 1) -> EpisodeRow:
+    def row_of(self, piece: Segment, carried: float, num_alike: int = 1, unread: float | None = None) -> EpisodeRow:
         """Return the turns of a piece of a response, in which turns and replies of their mean lengths alternate.
 
         carried:    tokens of a piece that does not end its row
         num_alike:  rows that read their prompt together
+        unread:     tokens of a row's context that are to be read if it is carried; None: all
         """
+        begins, context = not piece.start, self.lengths.prompt + piece.start
+        num_alike, unread = (num_alike, None) if begins else (1, unread)
+        if piece.turns:
+            turns, appended = tuple(turn.sampled for turn in piece.turns), tuple(turn.reply for turn in piece.turns)
+            awaits = piece.turns[-1].share is not None
+            return EpisodeRow(context, turns, appended, begins, awaits, num_alike, unread, piece.goes_on)
         part, reply = self.lengths_of(0).mean_response, self.lengths.replies / sum(self.shares)
         period, end = part + reply, piece.start + piece.tokens
         places = range(int(piece.start // period), max(1, ceil(end / period)))
         bounds = [(max(piece.start, place * period), min(end, place * period + part)) for place in places]
         turns = tuple(high - low for low, high in bounds if high > low)
         ends_turn = piece.tokens < carried or end >= places[-1] * period + part
-        begins = not piece.start
-        return EpisodeRow(
-            self.lengths.prompt + piece.start, turns, reply, begins, ends_turn, num_alike if begins else 1
-        )
+        appended = (reply,) * len(turns)
+        return EpisodeRow(context, turns, appended, begins, ends_turn, num_alike, unread, piece.goes_on)
 
     def lanes(self, layout: Layout) -> ReplyLanes:
         """Return the processes that reply to a rank of ``layout``; ranks that share a replica's rows share these."""
@@ -127,7 +137,7 @@ class EpisodePrices:
             EpisodeRow(
                 self.lengths.prompt,
                 (part,) * sum(count > place for count in counts),
-                self.lengths.replies / turns,
+                (self.lengths.replies / turns,) * sum(count > place for count in counts),
                 num_alike=num_alike,
             )
             for place, part in enumerate(parts)
@@ -136,10 +146,27 @@ class EpisodePrices:
 
     def timed(self, episodes: Sequence[EpisodeRow], scale: float) -> FollowedEpisodes:
         """Return ``episodes`` with times of their replies; these are spread over the known ones."""
-        resets = self._sampled(self.times.resets, len(episodes)) or [0.0] * len(episodes)
         replies = iter(self._sampled(self.times.replies, sum(each.num_replies for each in episodes)))
-        own = tuple(tuple(islice(replies, each.num_replies)) for each in episodes)
-        return FollowedEpisodes(tuple(episodes), tuple(resets), own, scale)
+        own = [tuple(islice(replies, each.num_replies)) for each in episodes]
+        return self._begun(episodes, own, scale)
+
+    def followed_pieces(self, pieces: Sequence[tuple[EpisodeRow, Segment]], scale: float) -> FollowedEpisodes:
+        """Return rows with times of their replies: of turns that are known the times at their shares."""
+        rows = [row for row, _ in pieces]
+        if not all(piece.turns for _, piece in pieces):
+            return self.timed(rows, scale)
+        times = self.times.replies or (0.0,)
+        own = [
+            tuple(self.crowding * share_below(times, turn.share) for turn in piece.turns if turn.share is not None)
+            for _, piece in pieces
+        ]
+        return self._begun(rows, own, scale)
+
+    def _begun(
+        self, rows: Sequence[EpisodeRow], replies: Sequence[tuple[float, ...]], scale: float
+    ) -> FollowedEpisodes:
+        resets = self._sampled(self.times.resets, len(rows)) or [0.0] * len(rows)
+        return FollowedEpisodes(tuple(rows), tuple(resets), tuple(replies), scale)
 
     def _sampled(self, times: Sequence[float], count: int) -> list[float]:
         """Return ``count`` times that are spread over ``times``, in random order; none of no times."""

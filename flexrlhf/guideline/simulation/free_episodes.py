@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import ceil, inf
 from typing import NamedTuple, Protocol
@@ -23,18 +23,22 @@ class EpisodeRow(NamedTuple):
 
     context:    tokens before its first turn
     turns:      tokens that it samples in each turn
-    reply:      tokens of each reply
+    appended:   tokens of the reply to each turn; empty: none
     begins:     whether its episode begins; else it has been carried
     awaits:     whether its last turn has a reply; else the row is carried in the middle of that turn
     num_alike:  rows that read the context of their first turn together: samples of a prompt
+    unread:     last tokens of this context that are to be read; None: all of them
+    goes_on:    whether it has a later generation
     """
 
     context: float
     turns: tuple[float, ...]
-    reply: float = 0.0
+    appended: tuple[float, ...] = ()
     begins: bool = True
     awaits: bool = True
     num_alike: int = 1
+    unread: float | None = None
+    goes_on: bool = False
 
     @property
     def num_replies(self) -> int:
@@ -45,9 +49,15 @@ class EpisodeRow(NamedTuple):
     def contexts(self) -> Iterator[float]:
         """Tokens before each turn."""
         before = self.context
-        for tokens in self.turns:
+        for tokens, reply in zip(self.turns, self.appended or [0.0] * len(self.turns), strict=True):
             yield before
-            before += tokens + self.reply
+            before += tokens + reply
+
+    def read(self, turn: int, context: float, keeps: bool) -> float:
+        """Return the tokens of ``context`` that are read before a turn. ``keeps``: whether those before have been."""
+        if turn == 0:
+            return context if self.unread is None else self.unread
+        return max(1.0, self.appended[turn - 1] if self.appended else 0.0) if keeps else context
 
 
 class Pace(Protocol):
@@ -90,6 +100,24 @@ class FollowedEpisodes:
     replies: tuple[tuple[float, ...], ...]
     scale: float = 1.0
 
+    def with_late(self, late: Sequence[LateRow]) -> FollowedEpisodes:
+        """Return these and ``late`` rows, whose first turns begin with their replies."""
+        rows, resets, replies = (tuple(each) for each in zip(*late, strict=True)) if late else ((), (), ())
+        return replace(self, rows=self.rows + rows, resets=self.resets + resets, replies=self.replies + replies)
+
+
+class LateRow(NamedTuple):
+    """Row that is carried before its reply is there.
+
+    row:      turns that are left
+    seconds:  time in which the reply comes
+    replies:  times of the replies to these turns
+    """
+
+    row: EpisodeRow
+    seconds: float
+    replies: tuple[float, ...]
+
 
 @dataclass(frozen=True)
 class FreeTimes:
@@ -98,11 +126,13 @@ class FreeTimes:
     prefill:  passes over contexts
     decode:   decoding steps
     waiting:  time in which all rows await replies
+    late:     rows that a later generation goes on with, of turns that are left
     """
 
     prefill: float
     decode: float
     waiting: float
+    late: tuple[LateRow, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -115,15 +145,23 @@ def followed_rows(rows: int, turns: int) -> int:
 
 
 def free_times(
-    episodes: FollowedEpisodes, lanes: ReplyLanes, slots: int, pace: Pace, batching: Batching = "refill"
+    episodes: FollowedEpisodes,
+    lanes: ReplyLanes,
+    slots: int,
+    pace: Pace,
+    batching: Batching = "refill",
+    keeps: bool = False,
+    carries: bool = False,
 ) -> FreeTimes:
     """Return the time in which all rows of ``episodes`` have come to their ends.
 
     slots:     most rows of the replica that decode at once
     batching:  ``refill``: a row takes a slot whenever one is free; else rows decode in groups, and each of a group goes
                on when all have ended their turns
+    keeps:     whether keys and values are kept from turn to turn, so that a turn reads the reply alone
+    carries:   whether it ends when nothing is left but rows that await replies and have a later generation
     """
-    walk = _FreeWalk(episodes.rows, episodes.replies, lanes, slots, pace, batching, episodes.scale)
+    walk = _FreeWalk(episodes.rows, episodes.replies, lanes, slots, pace, batching, keeps, carries, episodes.scale)
     return walk.run(episodes.resets)
 
 
@@ -150,6 +188,8 @@ class _FreeWalk:
     slots: int
     pace: Pace
     batching: Batching
+    keeps: bool
+    carries: bool
     scale: float
     now: float = 0.0
     steps: float = 0.0
@@ -184,9 +224,27 @@ class _FreeWalk:
             if self.live:
                 self._decode()
             elif not self.ready and self.awaited:
+                if self.carries and all(self.rows[row].goes_on for _, row in self.awaited):
+                    break
                 self.waiting += max(0.0, self.awaited[0][0] - self.now)
                 self.now = max(self.now, self.awaited[0][0])
-        return FreeTimes(self.prefill, self.decode, self.waiting)
+        return FreeTimes(self.prefill, self.decode, self.waiting, tuple(self._late()))
+
+    def _late(self) -> Iterator[LateRow]:
+        """Yield the rows whose replies are not there yet, and that have turns left."""
+        for end, row in self.awaited:
+            its, turn = self.rows[row], self.turn[row]
+            if turn < len(its.turns):
+                unread = None if its.unread is None else its.read(turn, self.context[row], keeps=True)
+                left = its._replace(
+                    context=self.context[row],
+                    turns=its.turns[turn:],
+                    appended=its.appended[turn:],
+                    begins=True,
+                    num_alike=1,
+                    unread=unread,
+                )
+                yield LateRow(left, end - self.now, tuple(self.replies[row][turn:]))
 
     def _call(self, row: int, seconds: float) -> None:
         """Call the environment of ``row``."""
@@ -210,15 +268,16 @@ class _FreeWalk:
         new = [self.ready.popleft() for _ in range(min(len(self.ready), self.slots - len(self.live)))]
         if not new:
             return
-        read = [1.0 if self.turn[row] else 1 / self.rows[row].num_alike for row in new]
-        context = sum(share * self.context[row] for share, row in zip(read, new, strict=True)) / sum(read)
-        seconds = self.pace.prefill(self.scale * len(new), context, len(new) / sum(read))
+        shares = [1.0 if self.turn[row] else 1 / self.rows[row].num_alike for row in new]
+        tokens = [self.rows[row].read(self.turn[row], self.context[row], self.keeps) for row in new]
+        read = sum(share * each for share, each in zip(shares, tokens, strict=True)) / sum(shares)
+        seconds = self.pace.prefill(self.scale * len(new), read, len(new) / sum(shares))
         self.prefill += seconds
         self.now += seconds
         self.size = len(new)
         for row in new:
-            tokens = self.rows[row].turns[self.turn[row]]
-            heappush(self.live, (self.steps + tokens - 1, row))
+            sampled = self.rows[row].turns[self.turn[row]]
+            heappush(self.live, (self.steps + sampled - 1, row))
             self.before += self.context[row] + 1 - self.steps
 
     def _decode(self) -> None:
@@ -239,7 +298,8 @@ class _FreeWalk:
             end, row = heappop(self.live)
             self.context[row] += self.rows[row].turns[self.turn[row]]
             self.before -= self.context[row] - end
-            self.context[row] += self.rows[row].reply
+            appended = self.rows[row].appended
+            self.context[row] += appended[self.turn[row]] if appended else 0.0
             self._end(row)
 
     def _end(self, row: int) -> None:

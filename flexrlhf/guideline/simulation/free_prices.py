@@ -9,7 +9,7 @@ from math import floor
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Mesh
 from flexrlhf.guideline.costs.profiles import DECODERS, profile_of
 from flexrlhf.guideline.simulation.episode_prices import REPLIES
-from flexrlhf.guideline.simulation.free_episodes import FollowedEpisodes, ReplyLanes, free_times
+from flexrlhf.guideline.simulation.free_episodes import FollowedEpisodes, LateRow, ReplyLanes, free_times
 
 CONTEXTS = 4
 """Parts of the longest context, between whose bounds prices are straight."""
@@ -87,9 +87,21 @@ class CallPace:
         )
 
 
-def free_cost(costs: CostModel, call: Call, mesh: Mesh, episodes: FollowedEpisodes, lanes: ReplyLanes) -> Cost:
-    """Return the time of a generation of ``episodes``. ``call``: generation of whole responses by the replica."""
+def free_generation(
+    costs: CostModel,
+    call: Call,
+    mesh: Mesh,
+    episodes: FollowedEpisodes,
+    lanes: ReplyLanes,
+    keeps: bool = False,
+    carries: bool = False,
+) -> tuple[Cost, tuple[LateRow, ...]]:
+    """Return the time of a generation of ``episodes``, and the rows that it carries before their replies.
+
+    call:  generation of whole responses by the replica; ``keeps`` and ``carries`` as of ``free_times``.
+    """
     pace = CallPace(costs, call, mesh, call.prompt + max(call.responses))
-    found = free_times(episodes, lanes, call.decode_rows, pace, profile_of(DECODERS, call.engine).batching)
+    batching = profile_of(DECODERS, call.engine).batching
+    found = free_times(episodes, lanes, call.decode_rows, pace, batching, keeps, carries)
     parts = {"prefill": found.prefill, "decode": found.decode, REPLIES: found.waiting, AROUND: pace.around}
-    return Cost({name: seconds for name, seconds in parts.items() if seconds})
+    return Cost({name: seconds for name, seconds in parts.items() if seconds}), found.late

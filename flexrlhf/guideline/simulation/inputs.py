@@ -43,6 +43,7 @@ class TextLengths:
     is_assumed:  whether nothing is known of responses but their limit
     turns:       mean turns of an episode; None: all have the most
     replies:     mean tokens of a response that are replies of an environment
+    episodes:    a sample of episodes, with the tokens of each turn and of the reply to it; empty: none is known
     """
 
     prompt: float
@@ -51,6 +52,7 @@ class TextLengths:
     is_assumed: bool = False
     turns: float | None = None
     replies: float = 0.0
+    episodes: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     @property
     def mean_response(self) -> float:

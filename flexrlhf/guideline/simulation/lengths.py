@@ -15,6 +15,7 @@ from typing import Any
 
 from flexrlhf.api import Plan, Spec, UserError, shown
 from flexrlhf.guideline.simulation.inputs import USUAL_SHARE, TextLengths, lengths_for, lengths_in_data, truncated
+from flexrlhf.guideline.simulation.rounds import RowText, Turn
 
 HEAVY_TAIL = "heavy-tail"
 SIGMA = 0.9
@@ -98,6 +99,24 @@ def batch_lengths(plan: Plan, lengths: TextLengths, number: int) -> list[list[in
         Random(f"{plan.spec.seed} {step}").choices(lengths.responses, k=plan.batch.num_taken) for step in range(number)
     )
     return [[max(1, round(length)) for length in rows] for rows in chosen]
+
+
+def batch_texts(plan: Plan, lengths: TextLengths, number: int) -> Sequence[Sequence[RowText]]:
+    """Return the text of each row of the first ``number`` batches of ``plan``, as ``batch_lengths``: its length, or of
+    an episode its turns, and which share of the replies is faster, a function of (seed, step, row, turn)."""
+    environment, seed = plan.spec.environment, plan.spec.seed
+    if environment is None or not lengths.episodes:
+        return batch_lengths(plan, lengths, number)
+    most, cap = environment.max_turns, environment.turn_tokens or math.inf
+    batches = []
+    for step in range(number):
+        chosen = Random(f"{seed} {step}").choices(lengths.episodes, k=plan.batch.num_taken)
+        rows = []
+        for row, turns in enumerate(chosen):
+            random = Random(f"{seed} {step} {row}")
+            rows.append(tuple(Turn(min(cap, sampled), reply, random.random()) for sampled, reply in turns[:most]))
+        batches.append(rows)
+    return batches
 
 
 def _mean(mean: str, text: str) -> float:

@@ -7,10 +7,12 @@ each kind of call, engine and model.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -39,6 +41,10 @@ LEAST_STEPS = 2
 """Steps that a run must have, in addition to the first one, in which libraries load."""
 LEAST_SAMPLES = 8
 """Samples whose lengths give the shape of their distribution."""
+REPLY_SHARES = {0.5: "p50", 0.9: "p90", 0.99: "p99", 1.0: "max"}
+"""Share of a step's replies → end of the name of the metric that has the longest of them."""
+NUM_REPLIES, LEAST_SECONDS = 256, 1e-6
+"""Replies whose times stand for all, and the least time of one."""
 LEAST_SHARE = 0.02
 """Share of a step below which work gives no factor: it is the trainer's time around it, which no size changes."""
 
@@ -225,9 +231,29 @@ def reply_times(record: RunRecord, steps: Sequence[int], base: CostSource) -> En
     if mean is None:
         return known
     known = known or EnvironmentTimes(name=environment.name, resets=(), replies=())
-    before = sum(known.replies) / max(1, len(known.replies))
-    longer = tuple(mean / before * each for each in known.replies) if before else (mean,)
+    shape = reply_quantiles(record, steps) or known.replies or (1.0,)
+    before = sum(shape) / len(shape)
+    longer = tuple(mean / before * each for each in shape) if before else (mean,)
     return known.model_copy(update={"replies": longer})
+
+
+def reply_quantiles(record: RunRecord, steps: Sequence[int]) -> tuple[float, ...]:
+    """Return a sample of the times of replies in ``steps``, ascending, by shares of them in the metrics, between which
+    their logarithm grows evenly; none of a run of an older version."""
+    found = {share: _mean(record, steps, f"reply_seconds_{name}") for share, name in REPLY_SHARES.items()}
+    points = {share: max(LEAST_SECONDS, seconds) for share, seconds in found.items() if seconds is not None}
+    if points.keys() != found.keys():
+        return ()
+    # of the faster half nothing else is known
+    points = {0.0: points[0.5], **points}
+    shares = [(index + 0.5) / NUM_REPLIES for index in range(NUM_REPLIES)]
+    return tuple(_between(points, share) for share in shares)
+
+
+def _between(points: Mapping[float, float], share: float) -> float:
+    """Return the value at a ``share`` of a distribution with some ``points``, ascending."""
+    low, high = next((low, high) for low, high in pairwise(points) if share <= high)
+    return points[low] * math.exp(math.log(points[high] / points[low]) * (share - low) / (high - low))
 
 
 def _recent_lengths(record: RunRecord, steps: Sequence[int]) -> TextLengths:
@@ -247,7 +273,28 @@ def _recent_lengths(record: RunRecord, steps: Sequence[int]) -> TextLengths:
     else:
         responses = truncated_exponential(mean, longest)
     turns = _mean(record, steps, "turns_mean")
-    return TextLengths(known.prompt, responses, known.prompts, turns=turns, replies=replies)
+    episodes = tuple(_sampled_episodes(record.samples, steps[0], sampled_tokens, replies))
+    return TextLengths(known.prompt, responses, known.prompts, turns=turns, replies=replies, episodes=episodes)
+
+
+def _sampled_episodes(
+    samples: Iterable[Mapping[str, Any]], from_step: int, sampled: float, replies: float
+) -> Iterator[tuple[tuple[float, float], ...]]:
+    """Yield the turns of recorded episodes, in tokens of a turn and of the reply to it, if there are enough of them.
+
+    sampled, replies:  mean tokens of both in an episode, as metrics have them of all episodes.
+    """
+    found = [
+        each["turn_tokens"]
+        for each in samples
+        if each.get("rows") == "training" and each["step"] >= from_step and each.get("turn_tokens")
+    ]
+    if len(found) < LEAST_SAMPLES:
+        return
+    sums = (sum(turn[index] for turns in found for turn in turns) / len(found) for index in (0, 1))
+    factors = [mean / own if own else 1.0 for mean, own in zip((sampled, replies), sums, strict=True)]
+    for turns in found:
+        yield tuple((max(1.0, factors[0] * turn[0]), factors[1] * turn[1]) for turn in turns)
 
 
 def _mean(record: RunRecord, steps: Sequence[int], name: str) -> float | None:

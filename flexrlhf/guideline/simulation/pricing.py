@@ -25,14 +25,21 @@ from flexrlhf.api import (
     Run,
     Spec,
     Sync,
+    TextPacking,
     UserError,
 )
 from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.relations import relation_of
-from flexrlhf.guideline.simulation.calls import CallMaker, attempt_shape, replica_rows, texts_per_row
+from flexrlhf.guideline.simulation.calls import (
+    CallMaker,
+    attempt_shape,
+    reads_prompts_once,
+    replica_rows,
+    texts_per_row,
+)
 from flexrlhf.guideline.simulation.episode_prices import REPLIES, EpisodePrices, crowding
-from flexrlhf.guideline.simulation.free_prices import free_cost
+from flexrlhf.guideline.simulation.free_prices import FIRST_TOKEN, free_generation
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost, source_section
 
@@ -130,17 +137,38 @@ class Pricer:
     def _free(self, episodes: EpisodePrices, run: Run) -> Cost:
         """Return the cost of episodes whose rows go on by themselves, on the device class that takes longest."""
         costs = [
-            free_cost(
-                self.costs, call, mesh, episodes.followed(call.rows, call.prompt_samples), episodes.lanes(run.layout)
-            )
+            free_generation(
+                self.costs,
+                call,
+                mesh,
+                episodes.followed(call.rows, call.prompt_samples),
+                episodes.lanes(run.layout),
+                self.keeps_turns(self.plan.placement[run.model], call),
+            )[0]
             for call, mesh in self.calls(run, None)
         ]
         return max(costs, key=lambda cost: cost.seconds, default=Cost())
 
     def _slowest(self, run: Run, turn: int = 0) -> Cost:
-        """Return the cost of the calls of ``run`` on the device class that takes longest."""
-        costs = [self.costs.call(call, mesh) for call, mesh in self.calls(run, turn)]
+        """Return the cost of the calls of ``run``, or of a ``turn``, on the device class that takes longest."""
+        costs = [self._call_cost(run, turn, call, mesh) for call, mesh in self.calls(run, turn)]
         return max(costs, key=lambda cost: cost.seconds, default=Cost())
+
+    def _call_cost(self, run: Run, turn: int, call: Call, mesh: Mesh) -> Cost:
+        found, model = self.costs.call(call, mesh), self.plan.placement[run.model]
+        if not turn or self.episodes is None or not self.keeps_turns(model, call):
+            return found
+        reply = replace(call, prompt=self.episodes.reply_tokens, responses=FIRST_TOKEN)
+        return Cost({**found.parts, "prefill": self.costs.call(reply, mesh).parts.get("prefill", 0.0)})
+
+    def keeps_turns(self, model: PlacedModel, call: Call) -> bool:
+        """Whether generation keeps the keys and values of an episode from turn to turn, so that it reads the reply
+        alone. ``call``: of whole responses."""
+        if model.has_cache:
+            return reads_prompts_once(model)
+        packing = TextPacking.of(model, self.shape(model), self.plan.lengths.total)
+        in_slots = packing.in_slots and self.plan.spec.debug.slots
+        return in_slots and model.keeps_slots and call.decode_rows >= call.rows
 
     @cached_property
     def episodes(self) -> EpisodePrices | None:

@@ -13,10 +13,10 @@ from flexrlhf.api import Instruction, PackedPass, PlacedModel, Plan, Run, TextGr
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, mixed, reads_prompts_once, texts_per_row
 from flexrlhf.guideline.simulation.episode_prices import REPLIES
-from flexrlhf.guideline.simulation.free_episodes import followed_rows
-from flexrlhf.guideline.simulation.free_prices import FIRST_TOKEN, free_cost
+from flexrlhf.guideline.simulation.free_episodes import LateRow, followed_rows
+from flexrlhf.guideline.simulation.free_prices import FIRST_TOKEN, free_generation
 from flexrlhf.guideline.simulation.inputs import TextLengths
-from flexrlhf.guideline.simulation.lengths import batch_lengths
+from flexrlhf.guideline.simulation.lengths import batch_texts
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.rounds import EndedRow, Prompt, Round, Segment, Segments, make_rounds
 
@@ -49,63 +49,120 @@ class RoundPricer:
         return Cost(dict(parts))
 
     def _generate(self, run: Run, number: int) -> list[Cost]:
-        """Return the costs on the replicas with most tokens and with the longest piece, of each device class."""
-        model, generated = self.pricer.plan.placement[run.model], self.rounds[number].generated
-        costs = []
+        """Return the costs on the replicas with most tokens, with the longest piece, and of episodes with most turns of
+        a row, of each device class."""
+        model, costs = self.pricer.plan.placement[run.model], []
         for device, replicas in self.pricer.replicas_by_class(model).items():
             mesh = self.pricer.mesh(model, device)
-            prompts = (chain(*self._blocks(run, each)) for each in replicas)
-            rows = [rows for parts in prompts if (rows := _of(generated, parts))]
-            if rows:
-                fullest = max(rows, key=lambda pieces: sum(piece.tokens for piece in pieces))
-                longest = max(rows, key=lambda pieces: max((piece.tokens, len(pieces)) for piece in pieces))
-                price = self._episodes if run.operator.has_replies else self._decode
-                costs += [price(run, model, mesh, pieces, number) for pieces in (fullest, longest)]
+            pieces = {replica: found for replica in replicas if (found := self._pieces(run, replica, number))}
+            if not pieces:
+                continue
+            fullest = max(pieces, key=lambda each: sum(piece.tokens for piece in pieces[each]))
+            longest = max(pieces, key=lambda each: max((piece.tokens, len(pieces[each])) for piece in pieces[each]))
+            latest = max(pieces, key=lambda each: max(len(piece.turns) for piece in pieces[each]))
+            for replica in dict.fromkeys((fullest, longest, latest)):
+                if run.operator.has_replies:
+                    costs.append(self._episodes(run, mesh, replica, number))
+                else:
+                    costs.append(self._decode(run, model, mesh, pieces[replica], number))
         return costs
 
-    def _episodes(self, run: Run, model: PlacedModel, mesh: Mesh, pieces: list[Segment], number: int) -> Cost:
+    def _pieces(self, run: Run, replica: int, number: int) -> list[Segment]:
+        """Return the pieces that a replica generates in round ``number``."""
+        return _of(self.rounds[number].generated, chain(*self._blocks(run, replica)))
+
+    def _episodes(self, run: Run, mesh: Mesh, replica: int, number: int) -> Cost:
         """Return the cost of pieces of episodes, whose rows await replies between turns."""
+        model, pieces = self.pricer.plan.placement[run.model], self._pieces(run, replica, number)
         episodes, segments = self.pricer.episodes, Segments.of(self.pricer.plan, self.pricer.lengths)
-        assert episodes is not None and segments.tokens is not None, "pieces of episodes are of segments"
+        assert episodes is not None, "rows with replies are of episodes"
         alike = self.pricer.plan.batch.samples_per_prompt if reads_prompts_once(model) else 1
-        rows = [row for piece in pieces if (row := episodes.row_of(piece, segments.tokens, alike)).turns]
-        processes = max(1, episodes.settings.processes // run.layout.dp)
-        if not rows:
+        is_read_again, carried = self._reads_again(model, number), segments.tokens or 0
+        found = [
+            (row, piece)
+            for piece in pieces
+            if (row := episodes.row_of(piece, carried, alike, None if is_read_again else piece.unread)).turns
+        ]
+        if not found:
             return Cost()
+        rows = [row for row, _ in found]
+        tokens = tuple(sorted(piece.tokens for piece in pieces))
+        whole = self._call(run, model, [[len(pieces)]], self.pricer.lengths.prompt, tokens)
+        keeps = self.pricer.keeps_turns(model, whole)
         if run.operator.is_free:
             few = followed_rows(len(rows), round(sum(len(row.turns) for row in rows) / len(rows)))
-            followed = episodes.timed(mixed(rows)[:few], len(rows) / few)
-            tokens = tuple(sorted(piece.tokens for piece in pieces))
-            whole = self._call(run, model, [[len(pieces)]], self.pricer.lengths.prompt, tokens)
-            return free_cost(self.pricer.costs, whole, mesh, followed, episodes.lanes(run.layout))
+            own = episodes.followed_pieces(mixed(found)[:few], len(rows) / few)
+            carries = self.pricer.plan.spec.rollout.late_replies == "carry"
+            own = own.with_late(self._late(run, mesh, replica, number - 1) if carries else ())
+            cost, late = free_generation(
+                self.pricer.costs, whole, mesh, own, episodes.lanes(run.layout), keeps, carries
+            )
+            self._known_late[run.operator.name, replica, number] = late
+            return cost
+        processes = max(1, episodes.settings.processes // run.layout.dp)
         prompt, begun = self.pricer.lengths.prompt, sum(row.begins for row in rows)
         parts, waiting = Counter[str](), episodes.seconds(begun, processes, is_reset=True)
         turns = zip_longest(*(zip(row.contexts, row.turns, strict=True) for row in rows))
         for turn, all_rows in enumerate(turns):
-            going = [Segment(each[0] - prompt, each[1]) for each in all_rows if each is not None]
-            parts.update(self._decode(run, model, mesh, going, number).parts)
+            going = [(row, *each) for row, each in zip(rows, all_rows, strict=True) if each is not None]
+            read = [row.read(turn, context, keeps) for row, context, _ in going] if turn else None
+            parts_of_turn = [Segment(context - prompt, sampled) for _, context, sampled in going]
+            parts.update(self._decode(run, model, mesh, parts_of_turn, number, read).parts)
             replied = sum(turn < row.num_replies for row in rows)
             waiting += episodes.seconds(replied, processes)
         return Cost({**parts, REPLIES: waiting})
 
-    def _decode(self, run: Run, model: PlacedModel, mesh: Mesh, pieces: list[Segment], number: int) -> Cost:
-        """Return the cost of ``pieces``: passes over prompts, and over texts so far if the weights are new, then
-        decoding."""
+    def _late(self, run: Run, mesh: Mesh, replica: int, number: int) -> tuple[LateRow, ...]:
+        """Return the rows of a replica that round ``number`` carries before their replies."""
+        key = run.operator.name, replica, number
+        if number >= 0 and key not in self._known_late:
+            self._episodes(run, mesh, replica, number)
+        return self._known_late.get(key, ())
+
+    @cached_property
+    def _known_late(self) -> dict[tuple[str, int, int], tuple[LateRow, ...]]:
+        """Late rows so far, by operator, replica and round."""
+        return {}
+
+    def _decode(
+        self,
+        run: Run,
+        model: PlacedModel,
+        mesh: Mesh,
+        pieces: list[Segment],
+        number: int,
+        read: Sequence[float] | None = None,
+    ) -> Cost:
+        """Return the cost of ``pieces``: passes over prompts, and over texts so far if they are read again, then
+        decoding.
+
+        read:  tokens that are read of each; None: prompts, of their samples together, and as round ``number`` has it.
+        """
         prompt, costs = self.pricer.lengths.prompt, self.pricer.costs
         tokens = sum(piece.tokens for piece in pieces)
         context = prompt + sum(piece.tokens * piece.start for piece in pieces) / tokens
         whole = self._call(run, model, [[len(pieces)]], context, tuple(sorted(piece.tokens for piece in pieces)))
+        if read is not None:
+            return Cost({**costs.call(whole, mesh).parts, "prefill": self._prefill(whole, mesh, read)})
         carried = [prompt + piece.start for piece in pieces if piece.start]
         if not carried:
             return costs.call(whole, mesh)
         prompts = [prompt] * -(-(len(pieces) - len(carried)) // whole.prompt_samples)
         first = self._prefill(whole, mesh, prompts)
         parts = {**costs.call(whole, mesh).parts, "prefill": first}
-        # generation has new weights, or vLLM finds the keys and values of a text that it has read with the same ones
-        keeps = whole.engine == "vllm" and reads_prompts_once(model)
-        if not keeps or number % self.pricer.plan.spec.sync.every == 0:
+        if self._reads_again(model, number):
             parts["read again"] = max(0.0, self._prefill(whole, mesh, prompts + carried) - first)
         return Cost(parts)
+
+    def _reads_again(self, model: PlacedModel, number: int) -> bool:
+        """Whether round ``number`` reads the texts of carried rows again: weights are new, and their keys and values
+        are not kept; or these are dropped behind a checkpoint."""
+        kept = self.pricer.plan.kept_slots.get(model.name)
+        if kept is not None:
+            return kept.period(number) != kept.period(number - 1)
+        # vLLM finds the keys and values of a text that it has read with the same weights
+        keeps = model.has_cache and reads_prompts_once(model)
+        return not keeps or number % self.pricer.plan.spec.sync.every == 0
 
     def _prefill(self, whole: Call, mesh: Mesh, lengths: Sequence[float]) -> float:
         """Return the time in which the call ``whole`` reads texts of so many tokens; vLLM reads them without padding,
@@ -204,7 +261,7 @@ def _joined(calls: Sequence[Call]) -> Call:
     )
 
 
-def _tokens(blocks: Sequence[Sequence[EndedRow]]) -> int:
+def _tokens(blocks: Sequence[Sequence[EndedRow]]) -> float:
     return sum(row.tokens for block in blocks for row in block)
 
 
@@ -215,21 +272,24 @@ def _of(rows: Mapping[Prompt, list[Row]], parts: Iterable[Sequence[Prompt]]) -> 
 
 def rounds_of(plan: Plan, lengths: TextLengths, number: int) -> list[Round]:
     """Return the rows of the first ``number`` rounds of ``plan``."""
-    return make_rounds(batch_lengths(plan, lengths, number), plan.batch.samples_per_prompt, Segments.of(plan, lengths))
+    return make_rounds(batch_texts(plan, lengths, number), plan.batch.samples_per_prompt, Segments.of(plan, lengths))
 
 
 def price_of(pricer: Pricer) -> Callable[[Instruction], Cost]:
-    """Return the function that gives the price of an instruction: of a call whose responses are generated in segments
-    its mean over settled rounds."""
+    """Return the function that gives the price of an instruction: of a call whose responses are generated in segments,
+    or are episodes whose turns are known, its mean over settled rounds."""
     plan, segments = pricer.plan, pricer.plan.batch.segments
-    if segments == 1:
+    has_turns = plan.spec.environment is not None and bool(pricer.lengths.episodes)
+    if segments == 1 and not has_turns:
         return pricer.price
     settled = range(segments, segments + NUM_ROUNDS)
     by_round = RoundPricer(pricer, rounds_of(plan, pricer.lengths, settled.stop))
 
     def price(instruction: Instruction) -> Cost:
-        if isinstance(instruction, Run) and instruction.operator.call is not None:
-            return by_round.mean_cost(instruction, settled)
-        return pricer.price(instruction)
+        if not isinstance(instruction, Run) or instruction.operator.call is None:
+            return pricer.price(instruction)
+        if segments == 1 and not instruction.operator.has_replies:
+            return pricer.price(instruction)
+        return by_round.mean_cost(instruction, settled)
 
     return price

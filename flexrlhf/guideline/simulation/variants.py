@@ -215,7 +215,9 @@ class Variants:
         def cost(index: int, step: int) -> Cost:
             item = priced[index]
             run = item.instruction
-            if not isinstance(run, Run) or run.operator.call is None or (tokens is None and run.operator.has_replies):
+            if not isinstance(run, Run) or run.operator.call is None:
+                return item.cost
+            if tokens is None and run.operator.has_replies and not self.lengths.episodes:
                 return item.cost
             # plans differ by their lag, not by the time of a call
             key = (run.operator.name, plan.placement[run.model], run.mini_batches, run.attempt, tokens, step)
