@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from flexrlhf.guideline.simulation.rounds import EndedRow, Round, Segment, Segments, Turn, make_rounds
+from flexrlhf.guideline.simulation.rounds import EndedRow, Round, SampledTurn, Segment, Segments, make_rounds
 
 
 def test_segments_by_hand() -> None:
@@ -33,13 +33,13 @@ def test_segments_by_hand() -> None:
 
 def test_an_episode_is_cut_after_sampled_tokens() -> None:
     """Also inside of a turn, whose reply a later round awaits; another one ends with the most segments."""
-    turns = Turn(5, 2, 0.1), Turn(4, 3, 0.9), Turn(1, 0, 0.5)
+    turns = SampledTurn(5, 2, 0.1), SampledTurn(4, 3, 0.9), SampledTurn(1, 0, 0.5)
     first, second = Segments(7, 3).pieces(turns)
-    assert first == Segment(0, 9, (turns[0], Turn(2)), goes_on=True)
-    assert second == Segment(9, 6, (Turn(2, 3, 0.9), turns[2]))
+    assert first == Segment(0, 9, (turns[0], SampledTurn(2)), goes_on=True)
+    assert second == Segment(9, 6, (SampledTurn(2, 3, 0.9), turns[2]))
     # a reply behind a cut is read in the next round
     assert [piece.unread for piece in Segments(5, 3).pieces(turns)] == [1, 2]
-    assert list(Segments(3, 2).pieces(turns))[1] == Segment(3, 5, (Turn(2, 2, 0.1), Turn(1)))
+    assert list(Segments(3, 2).pieces(turns))[1] == Segment(3, 5, (SampledTurn(2, 2, 0.1), SampledTurn(1)))
     assert list(Segments().pieces(turns)) == [Segment(0, 15, turns)]
     (whole,) = make_rounds([[turns]], 1, Segments())
     assert whole.trained[0] == [EndedRow(15, 0)]

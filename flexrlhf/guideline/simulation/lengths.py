@@ -15,7 +15,7 @@ from typing import Any
 
 from flexrlhf.api import Plan, Spec, UserError, shown
 from flexrlhf.guideline.simulation.inputs import USUAL_SHARE, TextLengths, lengths_for, lengths_in_data, truncated
-from flexrlhf.guideline.simulation.rounds import RowText, Turn
+from flexrlhf.guideline.simulation.rounds import RowText, SampledTurn
 
 HEAVY_TAIL = "heavy-tail"
 SIGMA = 0.9
@@ -114,7 +114,9 @@ def batch_texts(plan: Plan, lengths: TextLengths, number: int) -> Sequence[Seque
         rows = []
         for row, turns in enumerate(chosen):
             random = Random(f"{seed} {step} {row}")
-            rows.append(tuple(Turn(min(cap, sampled), reply, random.random()) for sampled, reply in turns[:most]))
+            rows.append(
+                tuple(SampledTurn(min(cap, sampled), reply, random.random()) for sampled, reply in turns[:most])
+            )
         batches.append(rows)
     return batches
 

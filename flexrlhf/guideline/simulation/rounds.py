@@ -16,8 +16,8 @@ from flexrlhf.api import Plan
 from flexrlhf.guideline.simulation.inputs import TextLengths
 
 
-class Turn(NamedTuple):
-    """Turn of an episode.
+class SampledTurn(NamedTuple):
+    """Turn of a simulated episode.
 
     sampled:  its tokens
     reply:    tokens of the reply to it
@@ -41,12 +41,12 @@ class Segment(NamedTuple):
 
     start: float
     tokens: float
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[SampledTurn, ...] = ()
     unread: float = 1.0
     goes_on: bool = False
 
 
-RowText = int | tuple[Turn, ...]
+RowText = int | tuple[SampledTurn, ...]
 """Tokens of a response, or the turns of an episode."""
 
 
@@ -115,17 +115,17 @@ class Segments:
             for start in range(0, min(text, self.tokens * self.most), self.tokens):
                 yield Segment(start, min(self.tokens, text - start), goes_on=start + self.tokens < text)
 
-    def _pieces_of(self, turns: Sequence[Turn]) -> Iterator[Segment]:
+    def _pieces_of(self, turns: Sequence[SampledTurn]) -> Iterator[Segment]:
         """Yield the pieces of an episode; a cut may be inside of a turn."""
         most = inf if self.tokens is None else self.tokens
         left, start, unread = deque(turns), 0.0, 1.0
         for number in range(self.most):
-            room, own = most, list[Turn]()
+            room, own = most, list[SampledTurn]()
             while left and room > 0:
                 turn = left.popleft()
                 if turn.sampled > room:
                     left.appendleft(turn._replace(sampled=turn.sampled - room))
-                    turn = Turn(room)
+                    turn = SampledTurn(room)
                 room -= turn.sampled
                 own.append(turn)
             tokens = sum(turn.sampled + turn.reply for turn in own)
