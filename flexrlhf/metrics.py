@@ -416,6 +416,12 @@ _DEFINED = (
     Metric("staleness_dropped", "staleness_dropped", "share of tokens that importance.max_staleness leaves out"),
     Metric("rollout_requests", "rollout_requests", "responses that the rollout engines report for the step", "sum"),
     Metric(
+        "late_replies",
+        "late_replies",
+        "rows that the next step goes on with since their reply is late (rollout.late_replies: carry)",
+        "sum",
+    ),
+    Metric(
         "rollout_restarts",
         "rollout_restarts",
         "child processes of rollout engines that ended or did not respond, and were replaced",

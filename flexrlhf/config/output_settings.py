@@ -215,6 +215,11 @@ class DebugSpec(Switches):
     replay: UserPath | None = Field(
         None, description="runs/NAME of a run with recorded columns, whose responses replace the sampled ones"
     )
+    limits: UserPath | None = Field(
+        None,
+        description="runs/NAME of a run with recorded columns, whose late replies are late here as well "
+        "(rollout.late_replies: carry)",
+    )
     run_delay_seconds: float = Field(0.0, ge=0, description="sleep this long in every Run, to make overlap visible")
     cudnn_attention: bool = Field(
         False,

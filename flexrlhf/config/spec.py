@@ -232,9 +232,9 @@ class RolloutSpec(StrictModel):
             raise ValueError(f"groups: {self.groups} goes with segments: give segment_tokens, or remove it")
         if self.caches != "renewed" and self.segment_tokens is None:
             raise ValueError(f"caches: {self.caches} goes with segments: give segment_tokens, or remove it")
-        if self.late_replies == "carry" and self.segment_tokens is None:
+        if self.carries_late and self.segment_tokens is None:
             raise ValueError("late_replies: carry has a later step go on with a row: give segment_tokens, or remove it")
-        if self.late_replies == "carry" and self.order != "free":
+        if self.carries_late and self.order != "free":
             raise ValueError(
                 f"late_replies: carry is for rows that go on one by one, and with order: {self.order} they await their "
                 f"replies together: give order: free, or remove it"
@@ -264,6 +264,11 @@ class RolloutSpec(StrictModel):
     def has_own_parity(self) -> bool:
         """Whether the comparison with the trainer is not the default one."""
         return self.parity != ParitySpec()
+
+    @property
+    def carries_late(self) -> bool:
+        """Whether rows whose reply is late go on in the next step."""
+        return self.late_replies == "carry"
 
     @property
     def has_copy(self) -> bool:

@@ -106,6 +106,6 @@ class EpisodeReply:
 
     @property
     def digest(self) -> int:
-        """Digest, in 32 bits with a sign, of all that an episode depends on."""
+        """Digest, in 32 bits with a sign, of all that an episode depends on; never 0, which stands for no reply."""
         found = blake2b(repr((self.messages, self.reward)).encode(), digest_size=4).digest()
-        return int.from_bytes(found, "little", signed=True)
+        return int.from_bytes(found, "little", signed=True) or 1

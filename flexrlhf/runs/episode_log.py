@@ -1,18 +1,21 @@
 """Replies of environments in the steps since the last checkpoint, so that a run that goes on receives the same ones.
 
-``episodes/step<s>-rank<r>.jsonl`` has a line for each reply, with a digest of the turns before it: an environment need
-not reply alike twice, and where the policy's turns are others, it is called again.
+``episodes/step<s>-rank<r>.jsonl`` has a line for each reply that the step received, with a digest of the turns before
+it: an environment need not reply alike twice, and where the policy's turns are others, it is called again. Where late
+rows are carried (``rollout.late_replies``), the clock decides which replies a step receives. A further line says it for
+the rows of a generate, once it has ended.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
@@ -20,6 +23,9 @@ from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
 DIRECTORY = "episodes"
 FILE = r"step(\d+)-rank\d+\.jsonl"
 """Name of a file of one rank and step, whose replies it has."""
+CUT = "cut"
+Key = tuple[int, int]
+"""Of an episode, as ``EpisodeCall.key``."""
 
 
 class EpisodeLog:
@@ -36,13 +42,14 @@ class EpisodeLog:
         first_step: of this start; replies of earlier steps stay for an older checkpoint.
         """
         self._directory, self._rank, self._append, self._lock = run / DIRECTORY, rank, append, Lock()
-        self._found: dict[str, EpisodeReply] = {}
-        for path in sorted(received.glob("*.jsonl")):
-            named = re.fullmatch(FILE, path.name)
-            if named is None or int(named[1]) < first_step:
+        self._found: dict[str, tuple[int, EpisodeReply]] = {}
+        self._cuts: dict[tuple[int, Key], int] = {}
+        for step, entry in _entries(received, first_step):
+            if CUT in entry:
+                self._cuts |= {(step, (taken, row)): number for taken, row, number in entry[CUT]}
                 continue
-            for line in path.read_text(encoding="utf-8").splitlines():
-                self._read(line)
+            digest, messages = entry.pop("digest"), tuple((role, text) for role, text in entry.pop("messages"))
+            self._found[digest] = step, EpisodeReply(messages, **entry)
 
     @property
     def num_found(self) -> int:
@@ -51,7 +58,13 @@ class EpisodeLog:
 
     def find(self, call: EpisodeCall) -> EpisodeReply | None:
         """Return the reply that an earlier start of the run has received to the same turns."""
-        return self._found.get(_digest(call)) if self._found else None
+        found = self._found.get(_digest(call)) if self._found else None
+        return None if found is None else found[1]
+
+    def num_received(self, step: int, key: Key) -> int | None:
+        """Return how many replies, that to its reset included, an episode had at the cut that ended the generate of
+        ``step``; None: no record has it."""
+        return self._cuts.get((step, key))
 
     def add(self, step: int, replies: Sequence[tuple[EpisodeCall, EpisodeReply]]) -> None:
         """Write the replies that ``step`` has received, except to episodes that failed or are of an evaluation."""
@@ -60,19 +73,32 @@ class EpisodeLog:
             for call, reply in replies
             if reply.failure is None and call.key[0] >= 0
         ]
+        self._write(step, [each for each in entries if self._found.get(each["digest"], (None,))[0] != step])
+
+    def add_cut(self, step: int, received: Mapping[Key, int]) -> None:
+        """Write how many replies the episodes of a generate of ``step`` had at its end, as ``num_received``."""
+        if received:
+            self._write(step, [{CUT: [[*key, number] for key, number in received.items()]}])
+
+    def _write(self, step: int, entries: Sequence[Mapping[str, Any]]) -> None:
         if entries:
             text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
             with self._lock:
                 self._append(self._directory / f"step{step}-rank{self._rank}.jsonl", text)
 
-    def _read(self, line: str) -> None:
-        """Take a line; the last one may be cut off where the run was killed."""
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            return
-        digest, messages = entry.pop("digest"), tuple((role, text) for role, text in entry.pop("messages"))
-        self._found[digest] = EpisodeReply(messages, **entry)
+
+def _entries(directory: Path, first_step: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the lines of all ranks in steps from ``first_step`` on; the last of a file may be cut off where the run was
+    killed."""
+    for path in sorted(directory.glob("*.jsonl")):
+        named = re.fullmatch(FILE, path.name)
+        if named is None or int(named[1]) < first_step:
+            continue
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield int(named[1]), json.loads(line)
+            except json.JSONDecodeError:
+                continue
 
 
 def drop_replies(run: Path, oldest: CheckpointDirectory) -> None:

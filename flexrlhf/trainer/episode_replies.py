@@ -67,6 +67,18 @@ class RowReply:
     seconds: float | None = None
 
 
+@dataclass(frozen=True)
+class Received:
+    """Replies to some rows.
+
+    rows:   as each row receives its own.
+    calls:  of environments, with the replies that the log has to keep.
+    """
+
+    rows: list[RowReply]
+    calls: Sequence[tuple[EpisodeCall, EpisodeReply]] = ()
+
+
 class ReplySource:
     """Replies to the rows of this rank."""
 
@@ -92,20 +104,27 @@ class ReplySource:
         self._warn = WarnOnce("environment")
         self._counts, self._is_closed = Counter[str](), Event()
 
-    def submit(self, requests: Sequence[Request], model: str, replica: RankGroup, step: int) -> Future[list[RowReply]]:
-        """Begin to call for replies in ``step``; all ranks of a ``replica`` of ``model`` submit the same requests."""
+    def submit(self, requests: Sequence[Request], model: str, replica: RankGroup) -> Future[Received]:
+        """Begin to call for replies; all ranks of a ``replica`` of ``model`` submit the same requests."""
         if self._episodes is None or not requests:
-            done = Future[list[RowReply]]()
-            done.set_result([RowReply("going on" if each.room is None else "ended") for each in requests])
+            done = Future[Received]()
+            done.set_result(Received([RowReply("going on" if each.room is None else "ended") for each in requests]))
             return done
         if replica.group is None:
-            return self._threads.submit(self._called, self._episodes, requests, step)
+            return self._threads.submit(self._called, self._episodes, requests)
         name = f"{model}/{replica.ranks[0]}"
         key = f"{name}/{self._counts[name]}"
         self._counts[name] += 1
         if replica.is_first:
-            return self._threads.submit(self._published, self._episodes, requests, step, key)
+            return self._threads.submit(self._published, self._episodes, requests, key)
         return self._threads.submit(self._received, key, len(replica.ranks) - 1)
+
+    def receive(self, replies: Future[Received], step: int) -> list[RowReply]:
+        """Return replies that are there, which ``step`` receives."""
+        received = replies.result()
+        if self.log is not None:
+            self.log.add(step, received.calls)
+        return received.rows
 
     def close(self) -> None:
         """End the processes of the environments."""
@@ -114,12 +133,12 @@ class ReplySource:
         if self._episodes is not None:
             self._episodes.close()
 
-    def _published(self, episodes: Episodes, requests: Sequence[Request], step: int, key: str) -> list[RowReply]:
-        replies = self._called(episodes, requests, step)
-        self._mailbox.publish(key, [asdict(each) for each in replies])
+    def _published(self, episodes: Episodes, requests: Sequence[Request], key: str) -> Received:
+        replies = self._called(episodes, requests)
+        self._mailbox.publish(key, [asdict(each) for each in replies.rows])
         return replies
 
-    def _received(self, key: str, readers: int) -> list[RowReply]:
+    def _received(self, key: str, readers: int) -> Received:
         """Return the replies that the first rank of the replica publishes; the last of ``readers`` removes them."""
         # waiting in the store would keep this rank's other uses of it waiting
         end = time.monotonic() + 2 * self._seconds + GRACE_SECONDS
@@ -130,11 +149,12 @@ class ReplySource:
                 )
         replies = [RowReply(**{**each, "tokens": tuple(each["tokens"])}) for each in self._mailbox.read(key)]
         self._mailbox.clear([key], readers)
-        return replies
+        return Received(replies)
 
-    def _called(self, episodes: Episodes, requests: Sequence[Request], step: int) -> list[RowReply]:
+    def _called(self, episodes: Episodes, requests: Sequence[Request]) -> Received:
         """Return the replies of environments; episodes that end here for want of room have the rest of their reward."""
-        given = self._replies(episodes, [each.call for each in requests], step)
+        called = [each.call for each in requests]
+        given = self._replies(episodes, called)
         replies = [self._row_reply(*each) for each in zip(requests, given, strict=True)]
         cut = [
             index for index, each in enumerate(replies) if each.state == "no room" and not requests[index].call.is_last
@@ -143,22 +163,19 @@ class ReplySource:
             replace(call, replied=(*call.replied, replies[index].digest), is_ended=True)
             for index, call in ((index, requests[index].call) for index in cut)
         ]
-        for index, last in zip(cut, self._replies(episodes, calls, step), strict=True):
+        rest = self._replies(episodes, calls)
+        for index, last in zip(cut, rest, strict=True):
             self._warn(last.failure)
             whole = replace(replies[index], reward=replies[index].reward + last.reward)
             replies[index] = whole if last.failure is None else _failed(whole, last.failure)
-        return replies
+        return Received(replies, list(zip([*called, *calls], [*given, *rest], strict=True)))
 
-    def _replies(self, episodes: Episodes, calls: Sequence[EpisodeCall], step: int) -> list[EpisodeReply]:
+    def _replies(self, episodes: Episodes, calls: Sequence[EpisodeCall]) -> list[EpisodeReply]:
         """Return one reply a call: of the log, or of its environment."""
         found = [None if self.log is None else self.log.find(call) for call in calls]
         due = [call for call, reply in zip(calls, found, strict=True) if reply is None]
         given = iter(episodes.replies(due, self._seconds) if due else ())
-        replies = [next(given) if reply is None else reply for reply in found]
-        if self.log is not None:
-            pairs = zip(zip(calls, replies, strict=True), found, strict=True)
-            self.log.add(step, [each for each, earlier in pairs if earlier is None])
-        return replies
+        return [next(given) if reply is None else reply for reply in found]
 
     def _row_reply(self, request: Request, reply: EpisodeReply) -> RowReply:
         """Return a reply as its row receives it."""

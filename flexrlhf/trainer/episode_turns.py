@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,19 +21,24 @@ from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.environments.base import EpisodeCall
 from flexrlhf.environments.episodes import Episodes
+from flexrlhf.environments.sessions import is_stale
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import Column
 from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.episode_log import EpisodeLog
+from flexrlhf.runs.episode_log import EpisodeLog, Key
+from flexrlhf.runs.recorded_columns import RecordedColumns
 from flexrlhf.runs.run_files import RunFiles
-from flexrlhf.trainer.episode_replies import ReplySource, Request, RowReply
+from flexrlhf.trainer.episode_replies import Received, ReplySource, Request, RowReply
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.open_rows import TOOL_CALLS, OpenRows, parts_of
 from flexrlhf.trainer.reply_times import ReplyTimes
 
 AddReplies = Callable[[Tensor, Sequence[RowReply]], None]
 """Function that adds replies to the rows at some places."""
+LATE_SHARE = 0.05
+"""Share of the time since the first token of a generate that a rank waits with nothing to decode: replies that are not
+there then are late."""
 
 
 class EnvironmentCaller:
@@ -44,22 +51,41 @@ class EnvironmentCaller:
         tokens: TurnTokens,
         decode: Callable[..., str],
         times: ReplyTimes,
+        carries_late: bool = False,
+        limits: RecordedColumns | None = None,
     ) -> None:
         """
         decode:  tokens to text, special tokens included.
         times:   of replies, for the metrics.
+        carries_late: whether the next step goes on with rows whose reply is late.
+        limits:  of another run, whose rows were late where this run's are to be; None: of none.
         """
         self.settings, self.source, self.tokens, self.times = settings, source, tokens, times
-        self._decode = decode
+        self.carries_late, self.limits, self._decode = carries_late, limits, decode
+        self.late: dict[Key, Future[Received]] = {}
+        """Replies to rows that an earlier step has carried on."""
 
     @property
     def log(self) -> EpisodeLog | None:
         """Replies since the last checkpoint; None: the run writes none."""
         return self.source.log
 
-    def play(self, run: OperatorRun, rows: OpenRows, sampling: Sampling) -> None:
-        """Have ``rows`` sample and receive replies, until each has ended or has its tokens of this step."""
-        run.model.engine.advance(_Episodes(self, run, rows, sampling), sampling)
+    def play(self, run: OperatorRun, rows: OpenRows, sampling: Sampling) -> int | None:
+        """Have ``rows`` sample and receive replies, until each has ended or has its tokens of this step.
+
+        Returns how many go on in the next step since their reply is late; None: each reply is awaited.
+        """
+        carries = self.carries_late and bool(run.operator.carries)
+        # a program may leave out rows whose reply is late
+        step, steps = sampling.step, rows.shape.segments
+        self.late = {key: replies for key, replies in self.late.items() if not is_stale(key, step, steps)}
+        episodes = _Episodes(self, run, rows, sampling, carries)
+        run.model.engine.advance(episodes, sampling)
+        if not carries:
+            return None
+        if self.log is not None:
+            self.log.add_cut(step, episodes.num_received)
+        return int(episodes.is_late.sum())
 
     def text(self, tokens: Sequence[int], sampling: Sampling) -> str:
         """Return the text of a turn, without its end token."""
@@ -75,8 +101,10 @@ class EnvironmentCaller:
 class _Episodes:
     """Episodes of the rows of one generate, turn by turn: a source of rows for ``Engine.advance``."""
 
-    def __init__(self, caller: EnvironmentCaller, run: OperatorRun, rows: OpenRows, sampling: Sampling) -> None:
-        """Begin those that the step takes."""
+    def __init__(
+        self, caller: EnvironmentCaller, run: OperatorRun, rows: OpenRows, sampling: Sampling, carries_late: bool
+    ) -> None:
+        """Begin those that the step takes, and call again for the replies that were late."""
         self._caller, self._run, self._rows, self._sampling = caller, run, rows, sampling
         self._samples, self.most_rows = rows.batch.samples_per_prompt, len(rows.batch)
         self._taken = list(zip(rows.steps.tolist(), rows.taken.tolist(), strict=True))
@@ -86,16 +114,25 @@ class _Episodes:
         self._is_alone = run.model.replica.group is None and not run.model.placed.in_lockstep
         # rows that an engine samples from, or that await a reply
         self._is_busy = torch.zeros_like(rows.exists)
+        # rows that go on in the next step since their reply is late, and rows whose reply is awaited by record
+        self.is_late, self._is_expected = torch.zeros_like(rows.exists), torch.zeros_like(rows.exists)
+        self._carries_late, self._takes = carries_late, bool(rows.is_new.any())
+        self._recorded = self._replies_by_record() if carries_late else {}
+        # when this rank got its first token, and how long it has waited since with nothing to decode
+        self._first: float | None = None
+        self._waited = 0.0
         self._requests: list[tuple[int, Request]] = []
-        self._awaited: dict[Future[list[RowReply]], tuple[Tensor, AddReplies]] = {}
+        self._awaited: dict[Future[Received], tuple[Tensor, AddReplies]] = {}
         # texts of the policy's turns, and digests of the replies, that of the reset first
         self._turns: list[list[str]] = [[] for _ in self._taken]
         self._replied: list[list[int]] = [[] for _ in self._taken]
-        for place in (rows.exists & ~rows.is_new).nonzero().squeeze(1).tolist():
+        for place in (rows.exists & rows.has_begun).nonzero().squeeze(1).tolist():
             self._turns[place], self._replied[place] = self._earlier(place)
-        new, encode = rows.is_new.nonzero().squeeze(1), caller.tokens.prompt
+        new, encode = (rows.exists & ~rows.has_ended & ~rows.has_begun).nonzero().squeeze(1), caller.tokens.prompt
         calls = [(place, Request(self._call(place), partial(encode, self._examples[place]))) for place in new.tolist()]
         self._submit(calls, self._begin)
+        is_whole = rows.has_whole_turn(caller.settings.turn_tokens)
+        self._call_for((rows.exists & ~rows.has_ended & is_whole).nonzero().squeeze(1))
 
     def due(self, wait: bool) -> Batch | None:
         """Return the rows that have a turn, as of ``RowSource``. In the planned order all rows have ended theirs, and
@@ -107,8 +144,15 @@ class _Episodes:
             self._receive_replies(FIRST_COMPLETED if is_free else ALL_COMPLETED, waits=not is_free)
         places = self._places
         while is_free and wait and not len(places) and self._awaited:
+            if self._patience == 0.0:
+                self._carry()
+                break
+            begun = time.monotonic()
             self._receive_replies(FIRST_COMPLETED, waits=True)
+            self._waited += (time.monotonic() - begun) * (self._first is not None)
             places = self._places
+        if self._first is None and len(places):
+            self._first = time.monotonic()
         batch = self._rows.continued(places, self._caller.settings.turn_tokens)
         if not (len(places) or self._is_busy.any() if self._is_alone else self._run.has_rows(batch)):
             return None
@@ -117,46 +161,109 @@ class _Episodes:
 
     def receive(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
         """Add ``columns`` that an engine has generated of ``batch``, and call for replies to turns that have ended."""
-        rows, longest = self._rows, self._caller.settings.turn_tokens
+        rows = self._rows
         keys = zip(batch["noise_step"].tolist(), batch.rows.tolist(), strict=True)
         places = torch.tensor([self._place_of[key] for key in keys], dtype=torch.int64, device=batch.rows.device)
         self._is_busy[places] = False
         rows.add(places, columns, self._run.model.version)
-        lengths, starts = rows.context.sum(1), rows.turn_starts
-        is_cut = rows.has_last_segment & (rows.left == 0)
-        is_over = (rows.state["finished"] == 1) | (lengths == rows.context.shape[1]) | is_cut
-        if longest is not None:
-            is_over |= lengths - starts == longest
-        places = places[is_over[places]]
-        room = (rows.context.shape[1] - lengths).masked_fill(is_cut, 0)
-        found = (values[places].tolist() for values in (starts, lengths, room))
-        calls = zip(places.tolist(), *found, strict=True)
-        self._requests += [(place, self._request(place, *each)) for place, *each in calls]
-        self._is_busy[places] = True
+        is_over = rows.has_whole_turn(self._caller.settings.turn_tokens) | self._is_cut
+        self._call_for(places[is_over[places]])
+
+    @property
+    def num_received(self) -> dict[Key, int]:
+        """Number of the replies that each row has, that to its reset included."""
+        return {
+            self._key(place): len(self._replied[place]) for place in self._rows.exists.nonzero().squeeze(1).tolist()
+        }
+
+    @property
+    def _is_cut(self) -> Tensor:
+        """Rows bool (n,) that have no token left."""
+        return self._rows.has_last_segment & (self._rows.left == 0)
 
     @property
     def _places(self) -> Tensor:
         places = self._rows.open_places
-        return places[~self._is_busy[places]]
+        return places[~self._is_busy[places] & ~self.is_late[places]]
+
+    @property
+    def _patience(self) -> float | None:
+        """Time for which this rank still awaits replies with nothing to decode; None: until one is there.
+
+        A rank that has taken rows awaits the first reply: no generate ends before it has begun.
+        """
+        if not self._carries_late or (self._first is None and self._takes):
+            return None
+        awaited = torch.cat([places for places, _ in self._awaited.values()])
+        if (self._rows.has_last_segment | self._is_expected)[awaited].any():
+            return None
+        if self._first is None:
+            return 0.0
+        return max(0.0, LATE_SHARE * (time.monotonic() - self._first) - self._waited)
+
+    def _carry(self) -> None:
+        """Leave the replies that are awaited to the next step."""
+        for replies, (places, _) in self._awaited.items():
+            self._put_off(int(places), replies)
+        self._awaited = {}
+
+    def _put_off(self, place: int, replies: Future[Received]) -> None:
+        self._is_busy[place], self.is_late[place] = False, True
+        self._caller.late[self._key(place)] = replies
+
+    def _call_for(self, places: Tensor) -> None:
+        """Prepare the calls for replies to rows whose turns have ended."""
+        rows = self._rows
+        lengths = rows.context.sum(1)
+        room = (rows.context.shape[1] - lengths).masked_fill(self._is_cut, 0)
+        found = (values[places].tolist() for values in (rows.turn_starts, lengths, room))
+        calls = zip(places.tolist(), *found, strict=True)
+        self._requests += [(place, self._request(place, *each)) for place, *each in calls]
+        self._is_busy[places] = True
 
     def _submit(self, calls: Sequence[tuple[int, Request]], then: AddReplies) -> None:
         """Call for the replies to rows, all together or of each row by itself; ``then`` receives them."""
-        is_free, model, step = self._run.operator.is_free, self._run.model, self._sampling.step
+        is_free, model = self._run.operator.is_free, self._run.model
         size, rows = 1 if is_free else max(1, len(calls)), self._rows.batch.rows
         for first in range(0, len(calls), size):
             places, requests = zip(*calls[first : first + size], strict=True)
-            replies = self._caller.source.submit(requests, model.placed.name, model.replica, step)
+            replies = self._caller.late.pop(requests[0].call.key, None)
+            if replies is None:
+                replies = self._caller.source.submit(requests, model.placed.name, model.replica)
+            if self._is_late_by_record(places[0], requests[0].call):
+                self._put_off(places[0], replies)
+                continue
             self._awaited[replies] = rows.new_tensor(places), then
             self._is_busy[self._awaited[replies][0]] = True
 
+    def _is_late_by_record(self, place: int, call: EpisodeCall) -> bool:
+        """Whether the step has ended without the reply to the ``call`` of a row before; else, if it has ended with it,
+        the reply is awaited."""
+        number = self._recorded.get(place)
+        if number is None:
+            return False
+        self._is_expected[place] = True
+        return call.number >= number
+
+    def _replies_by_record(self) -> dict[int, int]:
+        """Return how many replies rows had at the end of this step where it was executed before, by their places."""
+        log, limits, step = self._caller.log, self._caller.limits, self._sampling.step
+        if limits is not None:
+            return dict(enumerate(limits.received(self._run.operator, step, self._rows.batch.rows.tolist())))
+        found = (
+            {} if log is None else {each: log.num_received(step, self._key(each)) for each in range(len(self._taken))}
+        )
+        return {place: number for place, number in found.items() if number is not None}
+
     def _receive_replies(self, condition: str, waits: bool) -> None:
         """Receive the replies that are there. ``waits``: until ``condition`` of ``concurrent.futures.wait`` holds."""
-        done = wait_for(self._awaited, None if waits else 0, condition).done
+        done = wait_for(self._awaited, self._patience if waits else 0, condition).done
         for replies in [each for each in self._awaited if each in done]:
             places, then = self._awaited.pop(replies)
             self._is_busy[places] = False
-            then(places, replies.result())
-            for place, reply in zip(places.tolist(), replies.result(), strict=True):
+            received = self._caller.source.receive(replies, self._sampling.step)
+            then(places, received)
+            for place, reply in zip(places.tolist(), received, strict=True):
                 self._replied[place].append(reply.digest)
 
     def _begin(self, places: Tensor, replies: Sequence[RowReply]) -> None:
@@ -207,9 +314,12 @@ class _Episodes:
         """Return the call that begins the episode of a row."""
         step, row = self._taken[place]
         seed = _seed(self._sampling.seed, step, row // self._samples)
+        return EpisodeCall(self._key(place), self._examples[place].columns, seed)
+
+    def _key(self, place: int) -> Key:
+        step, row = self._taken[place]
         # greedy episodes have the numbers behind all others
-        row += self._rows.shape.num_rows * self._run.operator.is_greedy
-        return EpisodeCall((step, row), self._examples[place].columns, seed)
+        return step, row + self._rows.shape.num_rows * self._run.operator.is_greedy
 
 
 def _columns(replies: Sequence[RowReply], longest: int) -> Columns:
@@ -266,4 +376,6 @@ def make_environment_caller(
     mailbox = Mailbox(world, f"environments/{spec.name}", spec.timeout_seconds)
     most = plan.batch.most_rows(layout) if playing[0].is_free else 1
     source = ReplySource(settings, episodes, log, mailbox, spec.timeout_seconds / 2, most)
-    return EnvironmentCaller(settings, source, tokens, decode, ReplyTimes(plan, world))
+    limits = None if spec.debug.limits is None else RecordedColumns(Path(spec.debug.limits))
+    times, carries = ReplyTimes(plan, world), spec.rollout.carries_late
+    return EnvironmentCaller(settings, source, tokens, decode, times, carries, limits)

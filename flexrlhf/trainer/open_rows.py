@@ -76,11 +76,13 @@ class OpenRows:
         pad_token_id: int,
         before: RowStore | None = None,
         most_tokens: int | None = None,
+        catches_up: bool = False,
     ) -> OpenRows:
         """Return the rows of ``batch`` at the start of ``step``.
 
         before:       rows of the step before, of which ``run`` carries some; None: there are none.
         most_tokens:  that a row samples in a step; None: to its end.
+        catches_up:   whether a row also samples the tokens that it had left in the steps before.
         """
         shape, rows = run.shape, batch.rows
         steps, taken = shape.as_taken(rows, step)
@@ -99,6 +101,8 @@ class OpenRows:
         begun = torch.cat([batch["prompts"], padding], 1)
         state["tokens"] = begun.where(is_new[:, None], state["tokens"])
         left = torch.full_like(rows, lengths.response if most_tokens is None else most_tokens)
+        if most_tokens is not None and catches_up:
+            left = left.maximum((step - steps + 1) * most_tokens - state["response_mask"].sum(1))
         return cls(batch, shape, step, steps, taken, exists, state, left)
 
     @property
@@ -138,6 +142,20 @@ class OpenRows:
             return torch.zeros_like(self.steps)
         is_behind = (self.context > self.state["response_mask"]) | (self.state[Column.TURN_ENDS] > 0)
         return ((torch.arange(is_behind.shape[1], device=is_behind.device) + 1) * is_behind).amax(1)
+
+    def has_whole_turn(self, turn_tokens: int | None) -> Tensor:
+        """Rows bool (n,) whose last turn is whole, and has no reply: by an end token or a stop string, or since it has
+        all its ``turn_tokens``, or the row has no room left."""
+        lengths, starts = self.context.sum(1), self.turn_starts
+        is_whole = (self.state["finished"] == 1) | (lengths == self.context.shape[1])
+        if turn_tokens is not None:
+            is_whole |= lengths - starts == turn_tokens
+        return is_whole & (lengths > starts)
+
+    @property
+    def has_begun(self) -> Tensor:
+        """Episodes bool (n,) that have the reply to their reset."""
+        return self.state[Column.REPLIED][:, 0] != 0 if Column.REPLIED in self.state else ~self.is_new
 
     def continued(self, places: Tensor, turn_tokens: int | None = None) -> Batch:
         """Return the rows at ``places``, for an engine, with their response so far. ``turn_tokens``: of a turn."""

@@ -109,8 +109,9 @@ def _generate(
     if run.operator.is_greedy:
         sampling = replace(sampling, temperature=0.0)
     batches = [each.batch(store, context.device) for each in (run, *ahead)]
+    late = None
     if run.operator.has_replies or run.operator.carries:
-        columns = _continued([run, *ahead], batches, store.lengths, sampling, context, before)
+        columns, late = _continued([run, *ahead], batches, store.lengths, sampling, context, before)
     else:
         columns = engine.generate(batches[0], sampling, batches[1:])
         columns["policy_version"] = columns["response_mask"].int() * run.model.version
@@ -121,6 +122,8 @@ def _generate(
     counts = {"rollout_requests": engine.num_requests - num_requests}
     if (rollout := run.model.placed.rollout) is not None and rollout.process == "child":
         counts["rollout_restarts"] = run.model.take_restarts()
+    if late is not None:
+        counts["late_replies"] = late
     return columns, {name: moments(torch.tensor(float(n), device=context.device)) for name, n in counts.items()}
 
 
@@ -131,21 +134,22 @@ def _continued(
     sampling: Sampling,
     context: OperatorContext,
     before: RowStore | None,
-) -> Columns:
-    """Return the columns of the first of ``runs``, whose rows have replies or go on from step to step; an engine may
-    begin with the others' ``batches``."""
+) -> tuple[Columns, int | None]:
+    """Return the columns of the first of ``runs``, whose rows have replies or go on from step to step, and how many go
+    on since their reply is late; None: none ever does. An engine may begin with the others' ``batches``."""
     run, spec = runs[0], context.spec
     most = spec.rollout.segment_tokens if run.operator.carries else None
-    settings = sampling.step, lengths, sampling.pad_token_id, before, most
+    settings = sampling.step, lengths, sampling.pad_token_id, before, most, spec.rollout.carries_late
+    late = None
     rows, *later = (OpenRows.begin(each, batch, *settings) for each, batch in zip(runs, batches, strict=True))
     if run.operator.has_replies:
         assert context.environments is not None, "an environment has a caller"
-        context.environments.play(run, rows, sampling)
+        late = context.environments.play(run, rows, sampling)
     else:
         places = rows.open_places
         ahead = [each.continued(each.open_places) for each in later]
         rows.add(places, run.model.engine.generate(rows.continued(places), sampling, ahead), run.model.version)
-    return rows.columns()
+    return rows.columns(), late
 
 
 def _combine(

@@ -148,7 +148,7 @@ def _plans(first: Spec, sides: Sequence[Side], directory: Path, steps: int, forc
 
     names = [side.name if len(sides) == 1 else f"{side.name}-{number}" for number, side in enumerate(sides, 1)]
     specs = [short_spec(first, "as-given", directory, steps)]
-    specs += [short_spec(side.spec, name, directory, steps) for side, name in zip(sides, names, strict=True)]
+    specs += [short_spec(side.spec, name, directory, steps, specs[0]) for side, name in zip(sides, names, strict=True)]
     # a plan each: the sides need not have equally many ranks
     plans = [plan_runs([spec])[0] for spec in specs]
     for side, plan in zip(sides, plans[1:], strict=True):

@@ -11,11 +11,13 @@ NOT_SHOWN = {"name", "placement", "runs"}
 """Settings that sides differ in by their nature, or whose consequence is shown."""
 
 
-def short_spec(spec: Spec, name: str, directory: Path, steps: int) -> Spec:
+def short_spec(spec: Spec, name: str, directory: Path, steps: int, first: Spec | None = None) -> Spec:
     """Return ``spec`` for ``steps`` steps with columns recorded below ``directory``, and its weights saved at the end.
 
-    Warm-ups and steps without training of the actor are shortened to fit into so few steps.
+    Warm-ups and steps without training of the actor are shortened to fit into so few steps. Rows are late where the
+    ``first`` side's were, so that both sample each token with the same weights.
     """
+    limits = None if first is None or not spec.rollout.carries_late else str(first.directory)
     spec = spec.with_defaults("save", "checkpoint")
     changes: dict[str, Any] = {
         "name": name,
@@ -23,7 +25,7 @@ def short_spec(spec: Spec, name: str, directory: Path, steps: int) -> Spec:
         "steps": steps,
         "epochs": None,
         "checkpoint": spec.checkpoint.model_copy(update={"on_signal": False}),
-        "debug": spec.debug.model_copy(update={"record_columns": True, "replay": None}),
+        "debug": spec.debug.model_copy(update={"record_columns": True, "replay": None, "limits": limits}),
         "eval": spec.eval and spec.eval.model_copy(update={"every": None}),
     }
     algorithm = spec.algorithm

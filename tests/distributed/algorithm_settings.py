@@ -34,8 +34,9 @@ EPISODE_SETTINGS: Raw = {
 }
 
 
-def in_episodes_of(name: str) -> Raw:
-    return {**EPISODE_SETTINGS, "environment": {**EPISODE_SETTINGS["environment"], "path": f"assets:games.py:{name}"}}
+def in_episodes_of(name: str, **changes: Any) -> Raw:
+    environment = {**EPISODE_SETTINGS["environment"], "path": f"assets:games.py:{name}", **changes}
+    return {**EPISODE_SETTINGS, "environment": environment}
 
 
 def _loss_kl(estimator: str, coefficient: float, **changes: Any) -> Raw:
@@ -347,8 +348,19 @@ ALGORITHMS: dict[str, Raw] = {
         "reinforce++", _scored(COUNTED, BY_TOKEN), baseline="group", samples_per_prompt=3, prompts_per_step=3
     ),
     "remax": _of("remax"),
-    # greedy responses that end in other steps than the sampled ones
-    "remax-episodes": _of("remax", {**EPISODE_SETTINGS, "rollout": {"segment_tokens": 3}, "steps": 6}),
+    # greedy responses that end in other steps than the sampled ones; rows whose reply is late go on in the next step.
+    # One row at a time is decoded, so that the order of rows changes no bit
+    "remax-episodes": _of(
+        "remax",
+        {
+            **in_episodes_of("Late", processes=8),
+            "models": {"actor": {"generate_tokens": 1}},
+            "rollout": {"segment_tokens": 3, "order": "free", "late_replies": "carry"},
+            # episodes that fail at once are trained on before others
+            "guards": {"max_failed_steps": None},
+            "steps": 6,
+        },
+    ),
     "remax-segments": _of("remax", {"rollout": {"segment_tokens": 3}}),
     "remax-retokenized": _of("remax", {"models": {"reward": {**OWN_TOKENIZER, "max_text_tokens": 20}}}),
     "remax-rule": _of("remax", _scored(LENGTH), kl=None, normalise_scores="running", num_mini_batches=4),
@@ -449,6 +461,7 @@ def costs(prompts, responses, num_tokens):
 GAMES = '''"""An environment, for tests: its replies follow from its seed and the turns so far."""
 
 import random
+import time
 
 from flexrlhf.environments.base import Turn
 
@@ -470,6 +483,21 @@ class Game:
         return Turn(" ".join(words), reward=self.sum % 7 / 4 - 0.5, is_done=self.sum % 5 == 0)
 
 
+class Late(Game):
+    def reset(self, row, seed):
+        found = super().reset(row, seed)
+        self.wait()
+        return found
+
+    def step(self, reply):
+        found = super().step(reply)
+        self.wait()
+        return found
+
+    def wait(self):
+        time.sleep(0.2 * (self.sum % 3 == 0))
+
+
 class Random:
     def reset(self, row, seed):
         return random.choice(SOUNDS)
@@ -482,4 +510,5 @@ class Absent:
     def __init__(self):
         raise RuntimeError("no environment")
 '''
-"""Environments: one ends some episodes early, and fails in some; one never replies alike; one cannot run."""
+"""Environments: one ends some episodes early, and fails in some; one is late as well; one never replies alike; one
+cannot run."""

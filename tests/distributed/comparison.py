@@ -74,7 +74,7 @@ COUNTED = (
         "response_steps",
         "staleness_max",
         "staleness_dropped",
-        "rollout_requests",
+        *("rollout_requests", "late_replies"),
     ),
 )
 
@@ -112,7 +112,9 @@ def reference_of(spec: Spec, before: tuple[int, int] | None = None) -> Result:
     values_of = spec.rollout.engine if isinstance(spec.algorithm, AcShareSpec) or spec.num_segments > 1 else None
     models_apart = sorted(spec.placement.models) if isinstance(spec.placement, PlacementMap) else None
     segments = [models_apart, spec.rollout.segment_tokens, spec.rollout.max_segments, spec.rollout.groups]
-    key = json.dumps([run, models, spec.schedule.lag, spec.sync.every, values_of, segments, before])
+    # where late replies are carried, the clock decides which tokens have which weights
+    recorded = str(spec.directory) if spec.rollout.carries_late else None
+    key = json.dumps([run, models, spec.schedule.lag, spec.sync.every, values_of, segments, before, recorded])
     if key not in _REFERENCES:
         is_sampled = isinstance(spec.algorithm, PolicySpec)
         _REFERENCES[key] = Reference(spec, before=before).run() if is_sampled else Supervised(spec).run()

@@ -25,6 +25,7 @@ from reference_sampling import Sampled, Sampler, describe_responses
 from reference_scores import Judge
 from reference_surrogates import reject, select
 from reference_terms import Metric, Terms
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
@@ -49,6 +50,19 @@ def _shadowed(placement: object) -> set[str]:
     entries = placement.operators if isinstance(placement, PlacementMap) else None
     names = {name for name, entry in (entries or {}).items() if entry.shadow}
     return {role for role, operator in (("actor", "generate"), ("critic", "values")) if operator in names}
+
+
+def _received_replies(spec: Spec) -> dict[tuple[int, str, int], int]:
+    """Return the replies that a run's rows have received at the end of each step, as it has recorded them: by step,
+    column of the tokens and row."""
+    found = {}
+    for path in (spec.directory / "columns").glob("step*.safetensors"):
+        step, parts = int(path.name.removeprefix("step").partition("-")[0]), load_file(path)
+        for suffix in [name.removeprefix("turns") for name in parts if name.partition(".")[0] == "turns"]:
+            counts = parts[f"turns{suffix}"] + (parts[f"replied{suffix}"][:, 0] != 0)
+            rows = zip(parts["rows"].tolist(), counts, strict=True)
+            found |= {(step, f"tokens{suffix}", row): int(number) for row, number in rows}
+    return found
 
 
 class Reference:
@@ -91,6 +105,8 @@ class Reference:
         self.lacking, self.left_out, self.rows_taken = 0, 0, list[int]()
         # responses to a prompt by the step that took it and its number there, if they are generated in segments
         self.under_way: dict[tuple[int, int], list[Response]] = {}
+        # replies that rows have at the end of a step, and how many are late
+        self.received, self.late = _received_replies(spec) if spec.rollout.carries_late else {}, 0
 
     def run(self) -> Result:
         steps = [self._step(step) for step in range(self.spec.steps)]
@@ -168,6 +184,8 @@ class Reference:
         in_flight = (self._generated(step) - step - 1) * self.policy.num_prompts * self.policy.samples_per_prompt
         rows = row_metrics(self.spec, step, responses, in_flight + carried)
         metrics = terms.metrics() | {"rollout_requests": Metric(sampled, 1.0)} | rows
+        if self.spec.rollout.carries_late:
+            metrics["late_replies"] = Metric(self.late, 1.0)
         if self.policy.attempts > 1:
             metrics["prompts_taken"] = Metric(self.rows_taken[step] // self.policy.samples_per_prompt, 1.0)
             if self.spec.rollout.segment_tokens is not None:
@@ -393,15 +411,21 @@ class Reference:
             self.greedy_sampler.extend(self.old_actor, greedy, most)
             self.requests = len(sampled) + len(greedy)
         else:
-            calls = (
-                player.play(
-                    *(self.old_actor, each.response, each.step, each.row, each.forced, most),
-                    is_last=step - each.step == self.segments - 1,
-                )
-                for player, found in ((self.episodes, sampled), (self.greedy_episodes, greedy))
-                for each in found
-            )
-            self.requests = sum(calls)
+            self.requests = self.late = 0
+            players = (self.episodes, sampled, "tokens"), (self.greedy_episodes, greedy, "tokens.greedy")
+            for player, found, column in players:
+                for each in found:
+                    age, prompt = step - each.step, each.row // samples * self.segments + each.step % self.segments
+                    received = self.received.get((step, column, prompt * samples + each.row % samples))
+                    # a row that was late has more left
+                    further = (age + 1) * most - len(each.response.tokens) if self.spec.rollout.carries_late else most
+                    self.requests += player.play(
+                        *(self.old_actor, each.response, each.step, each.row, each.forced, max(most, further)),
+                        is_last=age == self.segments - 1,
+                        received=received,
+                    )
+                    episode = each.response.episode
+                    self.late += episode is None or episode.awaits
         for each in sampled:
             self._record_experts(each.response)
         for (of_step, number), group in list(self.under_way.items()):
@@ -423,6 +447,8 @@ class Reference:
     def _has_ended(self, response: Response) -> bool:
         if response.episode is not None:
             return response.episode.outcome != "going on"
+        if self.episodes is not None:
+            return False
         return response.finished or len(response.tokens) == self.sampler.longest
 
     def _look_at(self, response: Response) -> None:

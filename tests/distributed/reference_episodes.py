@@ -54,22 +54,32 @@ class EpisodeSampler:
         forced: Tensor | None = None,
         most: int | None = None,
         is_last: bool = True,
+        received: int | None = None,
     ) -> int:
         """Go on with an episode, until it ends or has ``most`` further tokens; an episode that has had its last ones
-        ends for want of room. Returns how often the policy was called. ``forced`` (R,): tokens to take at ties."""
+        ends for want of room. Returns how often the policy was called. ``forced`` (R,): tokens to take at ties.
+        ``received``: replies, that to its reset included, after which the next one is late."""
         if response.episode is None:
+            if received == 0:
+                return 0
             self._begin(response, step, row)
         left, calls, episode = most or self.sampler.longest, 0, response.episode
         assert episode is not None
-        while episode.outcome == "going on" and left > 0:
-            before = len(response.tokens)
-            self._sample(policy, response, step, row, forced, left)
-            left, calls = left - len(response.tokens) + before, calls + 1
-            is_cut = is_last and left == 0
-            longest = self.settings.turn_tokens or self.sampler.longest
-            is_full = len(episode.turn) == longest or len(episode.text) == self.sampler.longest
-            if response.finished or is_full or is_cut:
+        while episode.outcome == "going on" and (left > 0 or episode.awaits):
+            is_cut = False
+            if not episode.awaits:
+                before = len(response.tokens)
+                self._sample(policy, response, step, row, forced, left)
+                left, calls = left - len(response.tokens) + before, calls + 1
+                is_cut = is_last and left == 0
+                longest = self.settings.turn_tokens or self.sampler.longest
+                is_full = len(episode.turn) == longest or len(episode.text) == self.sampler.longest
+                episode.awaits = response.finished or is_full or is_cut
+            if episode.awaits and len(episode.digests) == received:
+                break
+            if episode.awaits:
                 self._reply(response, 0 if is_cut else self.sampler.longest - len(episode.text))
+                episode.awaits = False
         return calls
 
     def _begin(self, response: Response, step: int, row: int) -> None:

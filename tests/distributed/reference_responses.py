@@ -28,7 +28,8 @@ class Episode:
 
     ``positions``: of the sampled tokens in ``text``, ``ends``: of those that end a turn, among the sampled ones.
     ``outcome``: why it has no further turn. ``everywhere``: log-probs and values of all tokens, by column. ``game``:
-    the environment; ``turn``: tokens of a turn that has no reply yet; ``digests``: of its reset and replies.
+    the environment; ``turn``: tokens of a turn that has no reply yet; ``digests``: of its reset and replies;
+    ``awaits``: whether its turn is whole, and its reply is late.
     """
 
     text: list[int] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Episode:
     game: Any = None
     turn: list[int] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
+    awaits: bool = False
 
 
 @dataclass

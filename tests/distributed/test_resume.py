@@ -81,6 +81,8 @@ ALIKE = [
     same("streaming-two", "operators-lanes", 4),
     # episodes are carried on, and are replayed in processes that do not have them
     same("grpo-episodes-segments", "lag", 2),
+    # rows are carried while they await a late reply, in a run that was interrupted after the last generate
+    same("remax-episodes", "lag", 2),
     # rows in flight have the experts that generation chose
     same("experts-moved", "lag", 2),
 ]
@@ -150,8 +152,8 @@ DEFAULT = [
         # PPO under a lag is in the pair with corrections, too, and segments are in pairs of groups
         if pair.first == Case("two", "co-located", 2)
         or pair.first.setting in ("corrected", "scheduled")
-        or pair.first.setting
-        in ("grpo-segments", "grpo-as-ended-process", "grpo-dynamic-segments", "grpo-episodes-segments")
+        or pair.first.setting in ("grpo-segments", "grpo-as-ended-process", "grpo-dynamic-segments")
+        or pair.first.setting in ("grpo-episodes-segments", "remax-episodes")
     ),
     *(
         pair
@@ -205,9 +207,8 @@ class Resumptions:
 
     def _outcome(self, case: Case, name: str, is_whole: bool = False, steps: int | None = None) -> Outcome:
         spec = self._assets.spec(case)
-        segments = {
-            name: getattr(spec.rollout, name) for name in ("segment_tokens", "max_segments", "groups", "caches")
-        }
+        names = ("segment_tokens", "max_segments", "groups", "caches", "order", "late_replies")
+        segments = {name: getattr(spec.rollout, name) for name in names}
         # rows that keep their caches do so in some batches behind the checkpoint, but not in the first
         every = NEXT_STEP if spec.rollout.caches == "kept" else 1
         further = {

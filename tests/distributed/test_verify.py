@@ -14,6 +14,7 @@ import yaml
 from cases import Case, make_assets
 from commands import start
 from forked import RANK_ENVIRONMENT, warm_factory
+from launcher import run_orders
 
 from flexrlhf.config.output_settings import DebugSpec
 from flexrlhf.config.spec import Spec
@@ -28,6 +29,7 @@ from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.verify.comparison import RecordedRun, compare_runs
 from flexrlhf.verify.comparison_text import format_verdict
 from flexrlhf.verify.deviations import BITWISE, FLOAT32, Deviation, Limits, first_beyond
+from flexrlhf.verify.sides import short_spec
 from flexrlhf.verify.verify import first_tie
 
 pytestmark = pytest.mark.timeout(600)
@@ -135,6 +137,19 @@ def test_a_run_is_repeated_to_the_last_bit(sides: Sides) -> None:
     found = sides.compared("first-again", BITWISE)
     assert len(found) > 90 and first_beyond(found) is None
     assert {each.limit for each in found} == {0.0}
+
+
+def test_rows_are_late_where_the_first_side_was(tmp_path: Path) -> None:
+    """So that they sample each token with the same weights, though the clock decides in the first run."""
+    assets, steps = make_assets(tmp_path), 5
+    first = short_spec(assets.spec(Case("remax-episodes", "co-located", 1)), "first", tmp_path, steps)
+    other = short_spec(assets.spec(Case("remax-episodes", "halves", 2)), "other", tmp_path, steps, first)
+    for spec in (first, other):
+        run_orders([RunOrder(spec)])
+    runs = RecordedRun(make_plan(first)), RecordedRun(make_plan(other))
+    assert first_beyond(list(compare_runs(runs, FLOAT32))) is None
+    late = [[row["late_replies"] for row in RunDirectory(each.directory).metrics.read()] for each in runs]
+    assert late[0] == late[1] and sum(late[0]) > 0
 
 
 def test_another_token_is_no_tie(sides: Sides) -> None:

@@ -59,6 +59,8 @@ def random_settings(random: Random) -> Raw:
         algorithm["dynamic_sampling"] = {"rounds": own.randint(2, 3)}
     if name in GENERATED and own.random() < 0.2:
         algorithm["ptx"] = {"path": "texts.jsonl"}
+    if "environment" in raw and tokens and own.random() < 0.5:
+        raw["rollout"] |= {"order": "free", "late_replies": "carry"}
     return raw
 
 

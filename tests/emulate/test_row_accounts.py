@@ -1,7 +1,8 @@
 """Rows of random runs that are stopped, killed and resumed: every prompt is trained, filtered, not counted or in flight
 once, in order, and no token is sampled with weights that are too old.
 
-Ranks walk the lists of their plans. The length of a response and its outcome follow from its row.
+Ranks walk the lists of their plans. The length of a response and its outcome follow from its row; which rows are late
+at a cut is random, where no earlier process has recorded it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ NUM_RUNS, BY_DEFAULT, PER_TEST = 2000, 250, 50
 """Numbers of random runs, in total, in `make test` and in one test."""
 Row = tuple[int, int]
 """Step that took a row from the data, and its number there."""
+
+
+Cuts = dict[tuple[int, Row], tuple[int, bool]]
+"""Step and row → tokens of the row at the cut, and whether its reply was late; outlives a process."""
+ON_TIME = 0, False
 
 
 def length_of(row: Row) -> int:
@@ -99,7 +105,9 @@ class State:
 class EmulatedRun:
     """A process of a run: ledgers of all ranks, which walk the list from ``start`` on."""
 
-    def __init__(self, plan: Plan, state: State, start: RunStart = ANEW) -> None:
+    def __init__(self, plan: Plan, state: State, start: RunStart = ANEW, cuts: Cuts | None = None) -> None:
+        self.cuts: Cuts = {} if cuts is None else cuts
+        self.clock = Random(f"clock {len(self.cuts)}")
         self.plan, self.shape, self.state, self.start, self.next_step = plan, plan.batch, state, start, start.next_step
         self.ledgers = [RowLedger(plan, rank, start.generated) for rank in range(plan.placement.num_ranks)]
         training = plan.graph.accounting
@@ -120,7 +128,7 @@ class EmulatedRun:
         state, generated = deepcopy(self.state), self.plan.steps_in_flight(self.next_step, self.start.generated).stop
         state.is_changed |= plan.spec.rollout != self.plan.spec.rollout
         state.most_stale += max(0, plan.batch.segments - self.shape.segments)
-        return EmulatedRun(plan, state, RunStart(self.next_step, generated))
+        return EmulatedRun(plan, state, RunStart(self.next_step, generated), self.cuts)
 
     def walk(self) -> Iterator[int]:
         """Execute the list round by round; yield the step that is trained on next."""
@@ -193,14 +201,33 @@ class EmulatedRun:
         state.begun |= fresh
         going = {row: age for row, age in rows.items() if row in state.begun and row not in state.whole}
         for row, age in going.items():
-            before = state.tokens.setdefault(row, [])
+            before, carries = state.tokens.setdefault(row, []), spec.rollout.carries_late
             is_next = len(before) == min(age * most, length_of(row))
-            assert is_next or state.is_changed, f"a segment of {row} is left out"
-            before += [version] * min(most, length_of(row) - len(before))
+            assert is_next or state.is_changed or carries, f"a segment of {row} is left out"
+            further = min(max(most, (age + 1) * most - len(before)) if carries else most, length_of(row) - len(before))
+            if carries and age < self.shape.segments - 1:
+                further = self._until_late(step, row, len(before), further)
+            before += [version] * further
+            is_whole = len(before) == min((age + 1) * most, length_of(row))
+            assert is_whole or state.is_changed or (step, row) in self.cuts, f"{row} has not made up for its lateness"
         for row, age in going.items():
             group = group_of(self.plan, row)
-            if age == self.shape.segments - 1 or all(len(state.tokens[each]) == length_of(each) for each in group):
+            has_ended = all(
+                len(state.tokens[each]) == length_of(each) and not self.cuts.get((step, each), ON_TIME)[1]
+                for each in group
+            )
+            if age == self.shape.segments - 1 or has_ended:
                 state.whole[row] = step
+
+    def _until_late(self, step: int, row: Row, before: int, most: int) -> int:
+        """Return how many of ``most`` tokens a row with ``before`` samples until the cut: as an earlier process has
+        recorded, or by the clock fewer if a reply is late, which may be the one to its last token."""
+        if (step, row) not in self.cuts:
+            is_late = self.clock.random() < 0.3
+            self.cuts[step, row] = before + (self.clock.randint(0, most) if is_late else most), is_late
+        place, _ = self.cuts[step, row]
+        assert self.state.is_changed or before <= place <= before + most, f"{row} is not where it was in step {step}"
+        return max(0, min(most, place - before))
 
     def _train(self, step: int, run: Run) -> None:
         """Give outcomes to the rows that the step trains on, the same on all ranks of the model."""
@@ -209,7 +236,8 @@ class EmulatedRun:
             row = self.shape.as_taken(place, step)
             if state.whole.get(row) == step:
                 assert row not in state.ended, f"{row} is trained on twice"
-                is_last = step - row[0] == last_age(self.plan, row)
+                age, last = step - row[0], last_age(self.plan, row)
+                is_last = age == last or (self.plan.spec.rollout.carries_late and age > last)
                 assert is_last or state.is_changed, f"{row} is not trained on when the last of its prompt ends"
                 stalest = step - min(state.tokens[row])
                 assert stalest <= state.most_stale, f"a token of {row} is {stalest} batches old"
@@ -275,7 +303,8 @@ def check_run(random: Random) -> Plan:
     assert state.positions == list(range(len(state.begun) // plan.batch.samples_per_prompt * (plan.batch.attempts > 1)))
     going = state.begun - state.ended.keys()
     assert going.isdisjoint(state.whole)
-    assert state.is_changed or all(row[0] + last_age(plan, row) >= steps for row in going)
+    may_be_late = state.is_changed or plan.spec.rollout.carries_late
+    assert may_be_late or all(row[0] + last_age(plan, row) >= steps for row in going)
     return plan
 
 

@@ -49,18 +49,18 @@ def test_ranks_of_a_replica_receive_the_replies_that_the_first_one_has() -> None
         ReplySource(settings, Episodes(settings, 2 - rank), None, mailbox, 30.0, most=2) for rank in range(2)
     )
     try:
-        later = [other.submit(requests(turns, room), "actor", Replica(False), step=1) for turns, room in TURNS]
+        later = [other.submit(requests(turns, room), "actor", Replica(False)) for turns, room in TURNS]
         for expected, (turns, room) in zip(later, TURNS, strict=True):
-            found = first.submit(requests(turns, room), "actor", Replica(True), step=1).result()
-            assert expected.result() == found
+            found = first.submit(requests(turns, room), "actor", Replica(True)).result().rows
+            assert expected.result().rows == found
         assert [reply.state for reply in found] == ["no room"] * 3 and found[0].reward == 0.5
         assert store.num_keys() == 0
         # a replica of one rank needs no store
-        alone = first.submit(requests((), None), "actor", Replica(True, group=None), step=1).result()
+        alone = first.submit(requests((), None), "actor", Replica(True, group=None)).result().rows
         assert [reply.state for reply in alone] == ["going on"] * 3 and store.num_keys() == 0
     finally:
         first.close()
-    waiting = other.submit(requests((), None), "actor", Replica(False), step=1)
+    waiting = other.submit(requests((), None), "actor", Replica(False))
     while not waiting.running():
         time.sleep(0.01)
     other.close()
