@@ -18,14 +18,13 @@ from threading import Lock
 from typing import Any
 
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
+from flexrlhf.environments.episode_process import Key
 from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
 
 DIRECTORY = "episodes"
 FILE = r"step(\d+)-rank\d+\.jsonl"
 """Name of a file of one rank and step, whose replies it has."""
 CUT = "cut"
-Key = tuple[int, int]
-"""Of an episode, as ``EpisodeCall.key``."""
 
 
 class EpisodeLog:

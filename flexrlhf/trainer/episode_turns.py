@@ -20,13 +20,14 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.engines.base import Batch, Sampling
 from flexrlhf.environments.base import EpisodeCall
+from flexrlhf.environments.episode_process import Key
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.sessions import is_stale
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import Column
 from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.episode_log import EpisodeLog, Key
+from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.runs.recorded_columns import RecordedColumns
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.episode_replies import Received, ReplySource, Request, RowReply
