@@ -51,12 +51,14 @@ class Variant:
     order:   of rows.
     lag:     batches by which training is behind.
     is_cut:  whether rows are carried to the next step at cuts.
+    caches:  of carried rows.
     """
 
     name: str
     order: str
     lag: int
     is_cut: bool = False
+    caches: str = "renewed"
 
     @property
     def fill(self) -> int:
@@ -67,7 +69,8 @@ class Variant:
     def rule(self) -> Rule:
         """The same by events."""
         life = Life(tokens=round(SEGMENT * TOKENS_SCALE), cuts=MOST_SEGMENTS - 1, as_ended=True)
-        return Rule(self.name, life if self.is_cut else Life(), self.lag, by_turns=self.order == "planned")
+        by_turns, keeps = self.order == "planned", self.caches == "kept"
+        return Rule(self.name, life if self.is_cut else Life(), self.lag, by_turns=by_turns, keeps=keeps)
 
 
 VARIANTS = (
@@ -77,6 +80,8 @@ VARIANTS = (
     Variant("free, lag 2", "free", 2),
     Variant("free and cuts, lag 0", "free", 0, True),
     Variant("free and cuts, lag 2", "free", 2, True),
+    Variant("free, cuts and kept caches, lag 0", "free", 0, True, "kept"),
+    Variant("free, cuts and kept caches, lag 2", "free", 2, True, "kept"),
 )
 
 
@@ -86,7 +91,7 @@ class Measured:
 
     seconds:   of training on as many rows as a step takes.
     idle:      share of the time in which ranks that generate make no pass.
-    computed:  tokens of passes of these for each one that is sampled.
+    computed:  tokens of passes of generation, padding included, for each one that is sampled.
     once:      the same, for each one that has to be computed: sampled, of a prompt or of a reply.
     account:   of rows.
     load:      of the machine, at the end.
@@ -130,7 +135,7 @@ def write_config(directory: Path, variant: Variant, steps: int, processes: int) 
         "options": {"seconds_scale": SECONDS_SCALE, "tokens_scale": TOKENS_SCALE, "cap": CAP},
         **{"max_turns": MOST_TURNS, "processes": processes},
     }
-    cuts = {"segment_tokens": SEGMENT, "max_segments": MOST_SEGMENTS, "groups": "as-ended"}
+    cuts = {"segment_tokens": SEGMENT, "max_segments": MOST_SEGMENTS, "groups": "as-ended", "caches": variant.caches}
     raw = {
         "name": name,
         "algorithm": {"name": "reinforce++", "kl": None, "prompts_per_step": ROWS, "samples_per_prompt": 1},
@@ -172,17 +177,15 @@ def measure(config: Path, variant: Variant, steps: int) -> Measured:
     first, last = variant.fill - 1, variant.fill - 1 + steps
     trained = sum(row["rows_trained"] for row in rows[first + 1 : last + 1])
     passes = [read_passes(path) for path in Path(str(config.parent), f"passes-{spec.name}").glob("*.txt")]
-    generating = [each for each in passes if any(is_decoding for *_, is_decoding in each)]
+    generating = [each for each in passes if any(count for *_, count in each)]
     # the last pass is the last backward pass
     origin = max(end for each in passes for _, end, *_ in each) - max(ends.values())
     borders = [origin + ends[step] for step in (first, last)]
-    busy = sum(
-        max(0.0, min(end, borders[1]) - max(start, borders[0])) for each in generating for start, end, *_ in each
-    )
+    busy = sum(max(0.0, min(end, borders[1]) - max(start, borders[0])) for each in generating for start, end, _ in each)
     seconds = ends[last] - ends[first]
     sampled = sum(row["rows_trained"] * row["response_length"] for row in rows)
     read = sum(row["rows_trained"] * (row["reply_length_mean"] + PROMPT / TOKENS_SCALE) for row in rows)
-    computed = sum(count for each in generating for _, _, count, _ in each)
+    computed = sum(count for each in generating for *_, count in each)
     account = next(line.strip() for line in output.splitlines() if line.strip().startswith("rows: "))
     return Measured(
         seconds * ROWS / trained,
@@ -194,10 +197,9 @@ def measure(config: Path, variant: Variant, steps: int) -> Measured:
     )
 
 
-def read_passes(path: Path) -> list[tuple[float, float, float, bool]]:
-    """Return begin, end and tokens of the passes of a process, and whether they decode."""
-    lines = (map(float, line.split()) for line in path.read_text().splitlines())
-    return [(start, end, count, bool(decodes)) for start, end, count, decodes in lines]
+def read_passes(path: Path) -> list[tuple[float, ...]]:
+    """Return begin and end of the passes of a process, and their tokens, 0 of passes that do not generate."""
+    return [tuple(map(float, line.split())) for line in path.read_text().splitlines()]
 
 
 def predict(config: Path, base: Path) -> float:

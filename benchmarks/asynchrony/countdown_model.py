@@ -37,10 +37,10 @@ class Delayed(torch.autograd.Function):
         return gradient, None, None
 
 
-def record(file, start, count=0, is_decoding=False):
-    """Write a pass from ``start`` until now, over ``count`` tokens."""
+def record(file, start, count=0):
+    """Write a pass from ``start`` until now, over ``count`` tokens for generation."""
     with file.open("a") as lines:
-        lines.write(f"{start} {time.time()} {count} {int(is_decoding)}\n")
+        lines.write(f"{start} {time.time()} {count}\n")
 
 
 class CountdownTrunk(LlamaModel):
@@ -57,7 +57,7 @@ class CountdownTrunk(LlamaModel):
         hidden = OWN * out.last_hidden_state
         hidden = hidden + one_hot(after, config.hidden_size).to(hidden)
         file = Path(config.passes, f"{os.getpid()}.txt")
-        record(file, start, count, is_decoding)
+        record(file, start, count if further.get("use_cache") else 0)
         out.last_hidden_state = Delayed.apply(hidden, 2 * seconds, file)
         return out
 

@@ -239,7 +239,7 @@ def make_varied_spec(rng: Random) -> Raw:
         raw["rollout"] = random_settings(rng, RolloutSpec, EXAMPLES, share) | rollout_of(rng, shadows)
         if raw["rollout"].get("process") == "child":
             raw["rollout"]["max_restarts"] = Random(repr(raw)).choice((0, 2))
-        if raw["rollout"].get("groups") == "as-ended":
+        if {"as-ended", "kept"} & {raw["rollout"].get("groups"), raw["rollout"].get("caches")}:
             raw["rollout"] |= {"segment_tokens": 2, "max_segments": Random(repr(raw)).choice((None, 2))}
         raw["models"]["actor"].pop("shadow", None)
     graph = make_graph(Spec.parse(raw))
