@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from flexrlhf.operators.columns import COLUMNS, Lengths
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
 from flexrlhf.placement.placement import Placement
+from flexrlhf.placement.rollout import KeptSlots
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.shapes import model_shape
 
@@ -63,7 +65,7 @@ def placed(role: str, settings: dict[str, Any], head: Head) -> tuple[PlacedModel
     return PlacedModel(ModelName(role), Layout((0,)), True, spec, head=head), shape
 
 
-def engine_of(model: PlacedModel, lengths: Lengths = LENGTHS) -> TorchEngine:
+def engine_of(model: PlacedModel, lengths: Lengths = LENGTHS, kept_slots: KeptSlots | None = None) -> TorchEngine:
     alone = RankGroup(None, (0,), lambda *_: None)
     return TorchEngine(
         EngineContext(
@@ -76,6 +78,7 @@ def engine_of(model: PlacedModel, lengths: Lengths = LENGTHS) -> TorchEngine:
             device=torch.device("cpu"),
             kv_bytes=0,
             store=HashStore(),
+            kept_slots=kept_slots,
         )
     )
 
@@ -185,4 +188,27 @@ def test_bytes_of_rows_that_go_on_in_their_slots(reply: int, tokens: int, kv_hea
 
     play()
     assert 1.0 < phase.part_bytes / peak_bytes(play) < 1.5
+    engine.close()
+
+
+def test_bytes_of_rows_that_keep_their_keys_and_values_from_step_to_step() -> None:
+    """The first call allocates the slots of all rows under way, which stay."""
+    lengths, number, name = Lengths(100, 300), 8, ModelName("actor")
+    model, shape = placed("actor", {"init": {**INIT, "vocab_size": 64}, "micro_batch_tokens": 512}, "causal")
+    texts, slots = SequenceLengths(lengths.prompt, lengths.response), 3 * number
+    sizing = Sizing(Placement((model,), 1), {"actor": shape}, texts, SyncSpec(), kept_slots={name: slots})
+    (phase,), state = sizing.phases(Compute("generate", name, number, carries=True), 0), sizing.state(model, 0)
+    assert state is not None
+    engine = engine_of(model, lengths, KeptSlots(slots, 3, 0, None))
+
+    def generate(step: int) -> None:
+        rows = torch.arange(number)
+        columns = {"prompts": torch.full((number, 100), 3, dtype=torch.int32)}
+        columns |= {"prompt_mask": torch.ones(number, 100, dtype=torch.uint8)}
+        columns |= {"noise_step": torch.full_like(rows, step), "most_tokens": torch.full_like(rows, 5)}
+        engine.generate(Batch(columns, rows, 1), Sampling(0, step, 1.0, (10**6,), 0))
+
+    first, later = (peak_bytes(partial(generate, step)) for step in (0, 1))
+    assert 1.0 < (state.buffers + phase.part_bytes) / first < 1.5
+    assert first - later > 0.9 * state.buffers and later < phase.part_bytes
     engine.close()
