@@ -272,11 +272,16 @@ def test_larger_lags_are_shown_and_not_chosen(tmp_path: Path) -> None:
     assert "a lag above 1 gains where steps vary" in run("--gpus", 2, "--max-lag", 2, "--seconds", 1).output
 
 
-def test_placements_for_segments_take_the_time_of_their_rounds() -> None:
-    """The search takes the time of whole responses; what it finds is simulated like any other plan."""
-    spec = spec_for(4, "qwen2.5-1.5b", ("rollout.segment_tokens=128",), prompts=32, response_tokens=512)
+@pytest.mark.parametrize(
+    "rollout", ["{segment_tokens: 128}", "{segment_tokens: 128, caches: kept, engine: transformers}"]
+)
+def test_placements_for_segments_take_the_time_of_their_rounds(rollout: str) -> None:
+    """The search takes the time of whole responses; its candidates are simulated like any other plan. Where rows keep
+    their caches it decodes with a slot for each."""
+    spec = spec_for(4, "qwen2.5-1.5b", (f"rollout={rollout}",), prompts=32, response_tokens=512)
     lengths = expected_lengths(spec, "heavy-tail:64")
     found = advise(spec, AnalyticCosts(), lengths, seconds_limit=0.5)
+    assert found.feasible
     for item in found.feasible:
         assert simulate(make_plan(item.candidate.spec), AnalyticCosts(), lengths).seconds == item.seconds
         assert item.samples_per_second == 32 / item.seconds

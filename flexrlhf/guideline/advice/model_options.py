@@ -181,7 +181,7 @@ class OptionEnumerator:
             recomputes = {False, True}
         for tokens, recompute in product(passes, sorted(recomputes)):
             yield chosen.model_copy(update={"micro_batch_tokens": tokens, "activation_checkpointing": recompute})
-        if self.tried.decodes(model, on_mesh(model, mesh, layout, chosen)) != [{}]:
+        if len(self.tried.decodes(model, on_mesh(model, mesh, layout, chosen))) > 1:
             yield from (chosen.model_copy(update={"generate_tokens": row * number}) for number in rows)
 
     def _caches(self, model: SearchModel, mesh: UniformMesh) -> Iterator[ModelSpec]:

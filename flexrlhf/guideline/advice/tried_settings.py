@@ -198,7 +198,11 @@ class TriedSettings:
             yield largest.model_copy(update={"generate_tokens": min(tokens, largest.generate_tokens)})
 
     def _row_counts(self, layout: Layout, shares: Sequence[int]) -> list[int]:
-        """Rows of the fullest replica over each of ``shares``, ascending."""
+        """Rows of the fullest replica over each of ``shares``, ascending; where they keep their caches, a slot for each
+        row of each generate."""
+        if self.spec.rollout.caches == "kept":
+            generates = sum(each.kind == "generate" for each in self.spec.algorithm.step_graph().operators)
+            return [generates * self.most_rows(layout)]
         return sorted({max(1, self.most_rows(layout) // share) for share in shares})
 
     def most_rows(self, layout: Layout) -> int:
