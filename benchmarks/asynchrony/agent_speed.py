@@ -152,6 +152,8 @@ def write_config(directory: Path, variant: Variant, steps: int, processes: int) 
         "placement": {"actor.shadow": 0.5, "actor": 0.5},
         "schedule": {"lag": variant.lag},
         "rollout": {"order": variant.order} | (cuts if variant.is_cut else {}),
+        # predictions sample from the episodes of a run
+        "samples": {"count": ROWS},
         "steps": variant.fill + steps + variant.lag,
         "runs": str(directory / "runs"),
     }

@@ -175,6 +175,10 @@ class Run(Instruction):
     def due(self, step: int, steps: int) -> bool:
         return super().due(step, steps) and self.operator.is_due(step)
 
+    def only_accounts(self, step: int) -> bool:
+        """Whether it accounts for the rows of ``step`` without training on them (``freeze_actor_steps``)."""
+        return step < self.operator.first_step
+
     @property
     def label(self) -> str:
         return f"{self.operator.name} on {self.model}"

@@ -26,7 +26,7 @@ from flexrlhf.guideline.simulation.compare import compare, read_run
 from flexrlhf.guideline.simulation.episode_prices import REPLIES
 from flexrlhf.guideline.simulation.free_episodes import EpisodeRow
 from flexrlhf.guideline.simulation.inputs import CostSource, TextLengths, lengths_for, longest_lengths
-from flexrlhf.guideline.simulation.lengths import batch_texts
+from flexrlhf.guideline.simulation.lengths import batch_texts, with_replies
 from flexrlhf.guideline.simulation.measured_run import MeasuredRun, RunRecord, measured_run, reply_times
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.rounds import Segment
@@ -601,12 +601,16 @@ def test_a_plan_that_does_not_fit_is_predicted_behind_the_sentence_of_its_refusa
 
 
 MINE = ("--set", "cluster={nodes: [{devices: 2, class: mine, memory_gb: 9}]}")
+PLAYED = ("--set", "environment={path: game.py:Game, timeout_seconds: 30}")
 BAD = [
     ("no figures", MINE, ("device class mine", "cluster.nodes", "flexrlhf profile", "runs/profile.json")),
     ("no profile", ("--profile", "there.json"), ("--profile there.json", "no such file")),
     ("no lengths", (*A100, "--lengths", "many"), ("--lengths many", "expected a number, heavy-tail, a file")),
     ("too long", (*A100, "--lengths", "9"), ("--lengths 9", "data.max_response_tokens", "8")),
     ("no numbers", (*A100, "--lengths", "words.json"), ("words.json", "expected numbers")),
+    ("no replies", (*A100, "--replies", "2"), ("--replies 2: test has no environment",)),
+    ("bad replies", (*A100, *PLAYED, "--replies", "long-tail:2"), ("expected seconds, or heavy-tail:SECONDS",)),
+    ("late replies", (*A100, *PLAYED, "--replies", "heavy-tail:60"), ("environment.timeout_seconds of test, 30",)),
     ("no timeline", (*A100, "--against", "there.json"), ("--against there.json", "no such file")),
     ("another file", (*A100, "--against", "words.json"), ("--against words.json", "not the timeline")),
     (
@@ -640,6 +644,16 @@ def test_every_kind_of_plan_can_be_printed(plan: Plan) -> None:
     costs = Fixed(moved=0.5, synced=1)
     text = format_simulation(simulate(plan, costs), CostSource(costs, "fixed costs", FROM_FIGURES))
     assert text.startswith("test: ppo, ")
+
+
+def test_a_frozen_actor_trains_for_no_time() -> None:
+    """In segments it accounts for the rows that end."""
+    for settings in ((), ("rollout.segment_tokens=4",)):
+        plan = plan_of(None, 1, "steps=4", "algorithm.freeze_actor_steps=2", *settings)
+        spans = spans_of(simulate(plan, Fixed()), 4)
+        trained = [span.step for span in spans if span.label == "train_actor on actor" and span.end > span.start]
+        assert trained == [2, 3]
+        assert sum(span.label == "train_actor on actor" for span in spans) == (4 if settings else 2)
 
 
 # --- environments
@@ -823,6 +837,20 @@ def test_a_run_gives_back_the_turns_of_its_episodes_and_how_late_its_replies_are
     assert simulate(plan, found.source.costs, found.lengths).seconds == found.simulation.seconds
     # the slowest of 64 replies to a turn, or the row with the slowest ones
     assert found.simulation.reply_seconds > 2 * before.simulation.reply_seconds
+
+
+def test_replies_have_the_distribution_that_is_named() -> None:
+    """By itself the mean of a row's replies counts, with a heavy tail the slowest of all."""
+    plan = plan_of(None, 1, *GAME, "environment.processes=64")
+    source = CostSource(Fixed(replies=replies_of(9.0, resets=(1,))), "fixed costs", FROM_FIGURES)
+    for text in ("0.5", "heavy-tail:0.5"):
+        costs = with_replies(source, plan.spec, text).costs
+        times = costs.environment("game.py:Game")
+        assert times is not None and sum(times.replies) / len(times.replies) == pytest.approx(0.5, rel=0.01)
+        # resets are as measured
+        waits = simulate(plan, costs).reply_seconds
+        assert waits == 1 + 2 * 0.5 if text == "0.5" else 1 + 2 * 2 < waits < 1 + 2 * 30
+    assert with_replies(source, plan.spec, None) == source
 
 
 CALLS = ("generate", "scores", "ref_logprobs", "values", "train_actor", "train_critic")

@@ -31,6 +31,14 @@ Lengths = Annotated[
 MeanResponse = Annotated[
     float | None, typer.Option(min=1, help="mean response length instead; lengths spread around it, as in `advise`")
 ]
+Replies = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHAT",
+        help="times of an environment's replies: seconds, or heavy-tail:SECONDS, whose mean that is; default: as a "
+        "profile or the run of --from has measured them, else environment.seconds",
+    ),
+]
 Lags = Annotated[
     str | None,
     typer.Option(metavar="K,K", help="compare runs with these values of schedule.lag, such as 0,1,2,4, in one table"),
@@ -50,6 +58,7 @@ def simulate(
     runs: RunOptions,
     lengths: Lengths = None,
     mean_response: MeanResponse = None,
+    replies: Replies = None,
     lags: Lags = None,
     segments: SegmentLengths = None,
     profile: Profile = None,
@@ -68,7 +77,7 @@ def simulate(
     from flexrlhf.guideline.simulation.asynchrony import compare_lags, read_lags, read_segments
     from flexrlhf.guideline.simulation.asynchrony_text import format_asynchrony
     from flexrlhf.guideline.simulation.compare import compare, read_run
-    from flexrlhf.guideline.simulation.lengths import mean_of_steps, read_lengths
+    from flexrlhf.guideline.simulation.lengths import mean_of_steps, read_lengths, with_replies
     from flexrlhf.guideline.simulation.simulate import check_timeline, is_simulated, simulate, write_timeline
     from flexrlhf.guideline.simulation.simulation_text import format_comparison, format_simulation
     from flexrlhf.guideline.simulation.usage import read_prices
@@ -98,7 +107,7 @@ def simulate(
     for plan in plans:
         if lack := lack_text(plan):
             typer.echo(f"{plan.spec.name}: does not fit: {lack}\n")
-        source = basis.source(plan.spec)
+        source = with_replies(basis.source(plan.spec), plan.spec, replies)
         read = partial(read_lengths, lengths, plan, mean_response)
         expected = basis.lengths(lengths, mean_response, read=read)
         if several:

@@ -8,19 +8,32 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
 from typing import Any
 
 from flexrlhf.api import Plan, Spec, UserError, shown
-from flexrlhf.guideline.simulation.inputs import USUAL_SHARE, TextLengths, lengths_for, lengths_in_data, truncated
+from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
+from flexrlhf.guideline.costs.scaled import ScaledCosts
+from flexrlhf.guideline.simulation.inputs import (
+    USUAL_SHARE,
+    CostSource,
+    TextLengths,
+    lengths_for,
+    lengths_in_data,
+    truncated,
+)
 from flexrlhf.guideline.simulation.rounds import RowText, SampledTurn
 
 HEAVY_TAIL = "heavy-tail"
 SIGMA = 0.9
 """Standard deviation of the logarithms of ``HEAVY_TAIL``, a log-normal distribution: the longest of two thousand
 responses is then 20 times as long as the median (ROLL Flash, arXiv 2510.11345, section 1)."""
+REPLY_SIGMA, LEAST_REPLY = 2.9, 1e-6
+"""The same of replies to an agent's turns, and the least time of one: of coding agents half of them take 0.3 s, a tenth
+more than 13.6 s and a hundredth more than 216 s (TraceLab, University of Washington, 2026)."""
 NUM_QUANTILES = 1024
 SAMPLES, METRICS = "samples.jsonl", "metrics.jsonl"
 """Files of a run: some responses of each step, each with its length; and the mean length of each step."""
@@ -75,9 +88,42 @@ def heavy_tail(mean: float, longest: int, name: str) -> tuple[float, ...]:
             f"--lengths {HEAVY_TAIL}:{mean:g}: the mean is not at least 1 and below data.max_response_tokens of "
             f"{name}, {longest}; without a mean it is {USUAL_SHARE * longest:g}"
         )
-    normal = NormalDist(0, SIGMA)
-    shares = ((index + 0.5) / NUM_QUANTILES for index in range(NUM_QUANTILES))
-    return truncated([math.exp(normal.inv_cdf(share)) for share in shares], mean, longest)
+    return truncated(_log_normal(SIGMA), mean, longest)
+
+
+def _log_normal(sigma: float) -> list[float]:
+    """Return quantiles of a log-normal distribution, ascending."""
+    normal = NormalDist(0, sigma)
+    return [math.exp(normal.inv_cdf((index + 0.5) / NUM_QUANTILES)) for index in range(NUM_QUANTILES)]
+
+
+def with_replies(source: CostSource, spec: Spec, text: str | None) -> CostSource:
+    """Return costs with the times of an environment's replies that ``text`` names, if there is one: a mean in seconds,
+    or ``heavy-tail:SECONDS``.
+
+    Raises UserError for a run without an environment, and for times that no reply can have.
+    """
+    if text is None:
+        return source
+    environment = spec.environment
+    if environment is None:
+        raise UserError(f"--replies {text}: {spec.name} has no environment that replies; leave it out")
+    shape, colon, mean = text.rpartition(":")
+    if shape not in ("", HEAVY_TAIL) or (colon and not shape):
+        raise UserError(f"--replies {text}: expected seconds, or {HEAVY_TAIL}:SECONDS")
+    try:
+        seconds, most = float(mean), environment.timeout_seconds
+    except ValueError:
+        raise UserError(f"--replies {text}: expected seconds, or {HEAVY_TAIL}:SECONDS") from None
+    if not 0 <= seconds <= most or (shape and not LEAST_REPLY < seconds < most):
+        raise UserError(f"--replies {text}: expected at most environment.timeout_seconds of {spec.name}, {most:g}")
+    times: tuple[float, ...] = (seconds,)
+    if shape:
+        parts = truncated(_log_normal(REPLY_SIGMA), seconds / LEAST_REPLY, most / LEAST_REPLY)
+        times = tuple(LEAST_REPLY * part for part in parts)
+    known = source.costs.environment(environment.name) or EnvironmentTimes(name=environment.name, resets=(), replies=())
+    replies = known.model_copy(update={"replies": times})
+    return replace(source, costs=ScaledCosts(source.costs, {}, 1.0, replies))
 
 
 def mean_of_steps(directory: Path, steps: range) -> float | None:

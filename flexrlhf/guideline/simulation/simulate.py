@@ -142,7 +142,11 @@ class Simulation:
             item = self.priced[index]
             return (with_rare or not item.is_rare) and item.instruction.due(step, steps)
 
-        return walk_steps(self.instructions, len(self.blocks), steps, due)
+        def seconds(index: int, step: int) -> float:
+            run = self.priced[index].instruction
+            return 0.0 if isinstance(run, Run) and run.only_accounts(step) else self.instructions[index].seconds
+
+        return walk_steps(self.instructions, len(self.blocks), steps, due, seconds)
 
     def spans(self, steps: int, ranks: Collection[int] | None = None) -> Iterator[Span]:
         """Yield the timeline of such a run on all ranks, or on given ``ranks``, as the trainer records it."""

@@ -217,6 +217,8 @@ class Variants:
             run = item.instruction
             if not isinstance(run, Run) or run.operator.call is None:
                 return item.cost
+            if run.only_accounts(step):
+                return Cost()
             if tokens is None and run.operator.has_replies and not self.lengths.episodes:
                 return item.cost
             # plans differ by their lag, not by the time of a call
