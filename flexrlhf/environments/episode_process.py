@@ -14,6 +14,8 @@
 An episode is in one process from turn to turn; another process replays it from its reset, with the turns of the
 policy so far. A failure that another episode of the process may have caused (its end, its memory) is confirmed alone.
 
+Calls of ``async`` episodes join the ones under way when they come, and have their replies when these are there.
+
 Of processes that an environment starts, one stays behind that has left the session of its parent, if the environment
 ends its own process in the same turn. A limit of memory is of each process, not of all that it starts.
 """
@@ -24,17 +26,30 @@ import atexit
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.secrets import masked
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.process_limits import ProcessLimits, begin_limited
-from flexrlhf.environments.sessions import BLOCKED, EnvStep, Setup, children, is_stale, load, run_steps, waiting_limit
+from flexrlhf.environments.sessions import (
+    BLOCKED,
+    EnvStep,
+    Setup,
+    StepResults,
+    children,
+    exchange_steps,
+    is_stale,
+    load,
+    run_steps,
+    waiting_limit,
+)
 from flexrlhf.user_code.call_failures import CallFailed, CallFailure
 from flexrlhf.user_code.deadline import Deadline
 from flexrlhf.user_code.process_directories import process_directory
@@ -52,6 +67,23 @@ GRACE_SECONDS = 1.0
 """Time in which a process itself ends ``async`` turns that take too long."""
 CLEAN_UP_SECONDS = 10.0
 """Limit of looking for processes that episodes have left behind."""
+
+
+@dataclass(eq=False)
+class _Play:
+    """A call under way in a process that runs episodes at once.
+
+    deadline:   of its reply.
+    turn:       that the process has or receives.
+    is_replay:  whether that is replayed, up to the turn of the call.
+    reply:      once it is there.
+    """
+
+    call: EpisodeCall
+    deadline: Deadline
+    turn: int
+    is_replay: bool = False
+    reply: Future[EpisodeReply] = field(default_factory=Future)
 
 
 class EpisodeProcess:
@@ -72,26 +104,156 @@ class EpisodeProcess:
         self._children: Mapping[int, int] = {}
         """Processes that episodes have started, as of their last turn."""
         self._lock = Lock()
+        """Held by whoever calls the process."""
+        self._arrivals = WorkerContext().Semaphore(0)
+        self._arrived: list[_Play] = []
+        self._running: dict[Key, _Play] = {}
+        self._guard = Lock()
+        """Of ``_open`` and ``_arrived``."""
+        self._server = ThreadPoolExecutor(1, "episodes")
+        self._num_ends = 0
+        self._process: int | None = None
+        self._is_closing = False
 
     def replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
-        """Return one reply a call, in order."""
-        with self._lock:
-            replies: list[EpisodeReply] = []
-            while len(replies) < len(calls):
+        """Return one reply a call, in order; other threads may call at the same time."""
+        step = max(call.key[0] for call in calls)
+        with self._guard:
+            known = {key for key in self._open if not is_stale(key, step, self._setup.steps)}
+            self._open = known | {call.key for call in calls}
+        replies: list[EpisodeReply] = []
+        while len(replies) < len(calls) and not self.is_async:
+            with self._lock:
                 # whether they are async is stored once something has been loaded
-                size = len(calls) if self.is_async else 1
-                replies += map(_decided, self._confirmed(calls[len(replies) : len(replies) + size], deadline))
-            step = max(call.key[0] for call in calls)
-            self._open = {key for key in self._open if not is_stale(key, step, self._setup.steps)}
-            for call, reply in zip(calls, replies, strict=True):
-                (self._open.discard if call.ends_with(reply) else self._open.add)(call.key)
-            if not self._open:
-                self._clean_up(deadline)
-            return replies
+                if not self.is_async:
+                    replies += map(_decided, self._confirmed(calls[len(replies) :][:1], deadline))
+        replies += self._together(calls[len(replies) :], deadline)
+        with self._guard:
+            self._open -= {call.key for call, reply in zip(calls, replies, strict=True) if call.ends_with(reply)}
+            is_idle = not self._open
+        if is_idle:
+            with self._lock:
+                if not self._open:
+                    self._clean_up(deadline)
+        return replies
+
+    def _together(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
+        """Return the replies to calls of episodes that run at once, with others that are under way."""
+        plays = [_Play(call, deadline, call.number) for call in calls]
+        with self._guard:
+            self._arrived += plays
+        self._arrivals.release()
+        # ends once no call is under way, at once if another one has served these
+        serving = self._server.submit(self._serve)
+        for play in plays:
+            either: tuple[Future[Any], ...] = (play.reply, serving)
+            wait(either, return_when=FIRST_COMPLETED)
+            if not play.reply.done():
+                # what has ended it
+                serving.result()
+        return [play.reply.result() for play in plays]
+
+    def _serve(self) -> None:
+        """Exchange steps and replies with the process until no call is under way."""
+        due: list[_Play] = []
+        while True:
+            with self._lock:
+                with self._guard:
+                    if self._is_closing:
+                        return
+                    arrived, self._arrived = self._arrived, []
+                self._running |= {play.call.key: play for play in arrived}
+                due = [play for play in (*due, *arrived) if play.call.key in self._running]
+                late = [play for play in self._running.values() if play.deadline.left() <= 0]
+                for play in late:
+                    self._finish(play, self._failed(play, play.deadline.failure()))
+                if not self._running:
+                    return
+                due = self._exchange([play for play in due if play not in late])
+
+    def _exchange(self, due: Sequence[_Play]) -> list[_Play]:
+        """Send the turns of ``due``, and receive replies to any under way; return the plays that have a next turn."""
+        found = self._exchanged(due)
+        following, doubtful = list[_Play](), list[tuple[_Play, EpisodeReply]]()
+        for play, reply in found:
+            decided = reply if not play.is_replay else self._replayed(play.call, play.turn, reply)
+            if decided is None and not play.is_replay and (failure := self._load(play.deadline)) is not None:
+                decided = EpisodeReply(failure=failure)
+            if decided is None:
+                play.turn, play.is_replay = (play.turn + 1 if play.is_replay else 0), True
+                following.append(play)
+            elif _kind(decided) in DOUBTFUL:
+                doubtful.append((play, decided))
+            else:
+                self._finish(play, decided)
+        if doubtful:
+            before = self._num_ends
+            calls, replies = [play.call for play, _ in doubtful], [reply for _, reply in doubtful]
+            last = max((play.deadline for play, _ in doubtful), key=lambda deadline: deadline.end)
+            others = bool(self._begun - {call.key for call in calls})
+            for (play, _), reply in zip(doubtful, self._settled(calls, replies, others, last), strict=True):
+                self._finish(play, _decided(reply))
+            if self._num_ends > before:
+                # the others have lost their process
+                following = list(self._running.values())
+                for play in following:
+                    play.turn, play.is_replay = play.call.number, False
+        return following
+
+    def _exchanged(self, due: Sequence[_Play]) -> list[tuple[_Play, EpisodeReply | None]]:
+        """Return the plays whose turns have a reply; None if the process does not have the episode."""
+        self._begun |= {play.call.key for play in due}
+        last = max((play.deadline for play in self._running.values()), key=lambda deadline: deadline.end)
+        seconds = waiting_limit(self._setup.seconds) + GRACE_SECONDS
+        sent = [_step(play.call, play.turn) for play in due]
+        replies: dict[Key, EpisodeReply | None] = {}
+        failure = CallFailure(BLOCKED, f"took longer than {self._setup.seconds:g} s")
+        try:
+            before = self._process
+            results = self._started().run(exchange_steps, self._setup, sent, seconds=seconds, deadline=last)
+            self._receive(results)
+            replies, is_ended = dict(results.replies), results.is_blocked
+            if self._process != before and len(self._running) > len(sent):
+                # another one has taken this call: the calls under way have ended with theirs
+                is_ended, replies = True, {}
+                failure = CallFailure("crash", "its worker process ended between two calls")
+        except CallFailed as error:
+            is_ended = True
+            if error.failure.kind != "timeout":
+                failure = error.failure
+            elif len(self._running) == 1:
+                failure = replace(failure, kind="timeout")
+        if is_ended:
+            self._end()
+            replies |= {key: EpisodeReply(failure=failure) for key in self._running.keys() - replies.keys()}
+        found = [(self._running[key], reply) for key, reply in replies.items()]
+        return [
+            (play, reply and replace(reply, failure=self._named(play.call, play.turn, reply.failure)))
+            for play, reply in found
+        ]
+
+    def _receive(self, results: StepResults) -> None:
+        self._children, self._process = results.children, results.process
+        self.cpu_seconds += results.cpu_seconds
+
+    def _failed(self, play: _Play, failure: CallFailure) -> EpisodeReply:
+        return EpisodeReply(failure=self._named(play.call, play.turn, failure))
+
+    def _finish(self, play: _Play, reply: EpisodeReply) -> None:
+        del self._running[play.call.key]
+        play.reply.set_result(reply)
 
     def close(self) -> None:
-        """End the process, and remove its temporary files."""
+        """End the process, and remove its temporary files; calls under way have failed."""
+        self._is_closing = True
+        self._arrivals.release()
         with self._lock:
+            with self._guard:
+                arrived, self._arrived = self._arrived, []
+                self._is_closing = False
+            for play in (*self._running.values(), *arrived):
+                play.reply.set_result(self._failed(play, CallFailure("late", "its process has been closed")))
+            self._running.clear()
             self._end()
             self._directory.close()
             atexit.unregister(self._directory.close)
@@ -100,9 +262,23 @@ class EpisodeProcess:
     def _confirmed(
         self, calls: Sequence[EpisodeCall], deadline: Deadline, is_second: bool = False
     ) -> list[EpisodeReply]:
-        """Return replies of calls that run together; doubtful failures are confirmed by halves, then alone."""
-        others = self._begun - {call.key for call in calls}
-        replies = self._replies(calls, deadline)
+        """Return replies of calls that run together."""
+        others = bool(self._begun - {call.key for call in calls})
+        return self._settled(calls, self._replies(calls, deadline), others, deadline, is_second)
+
+    def _settled(
+        self,
+        calls: Sequence[EpisodeCall],
+        replies: list[EpisodeReply],
+        others: bool,
+        deadline: Deadline,
+        is_second: bool = False,
+    ) -> list[EpisodeReply]:
+        """Return ``replies`` of calls that ran together; doubtful failures are confirmed by halves, then alone.
+
+        others:     whether the process had other episodes.
+        is_second:  whether this is a confirmation.
+        """
         doubtful = [index for index, reply in enumerate(replies) if _kind(reply) in DOUBTFUL]
         if any(_kind(replies[index]) in EXHAUSTED for index in doubtful):
             self._end()
@@ -125,23 +301,24 @@ class EpisodeProcess:
         for turn in range(max((last[index] + 1 for index in absent), default=0)):
             due = {index: turn for index in absent if index not in replies and turn <= last[index]}
             for index, reply in self._run_steps(calls, due, deadline).items():
-                failure = None if reply is None else reply.failure
-                replied = calls[index].replied
-                if reply is None:
-                    failure = self._named(
-                        calls[index], turn, CallFailure("crash", "its worker process ended during a replay")
-                    )
-                elif turn < last[index] and reply.is_done:
-                    text = f"its replay ended here, after {last[index]} recorded turns: it is not deterministic"
-                    failure = self._named(calls[index], turn, CallFailure("replay", text))
-                elif failure is None and turn < len(replied) and reply.digest != replied[turn]:
-                    text = "its replay replied otherwise than before: it is not deterministic"
-                    failure = self._named(calls[index], turn, CallFailure("replay", text))
-                if failure is not None:
-                    replies[index] = EpisodeReply(failure=failure)
-                elif turn == last[index] and reply is not None:
-                    replies[index] = reply
+                if (decided := self._replayed(calls[index], turn, reply)) is not None:
+                    replies[index] = decided
         return [replies[index] for index in last]
+
+    def _replayed(self, call: EpisodeCall, turn: int, reply: EpisodeReply | None) -> EpisodeReply | None:
+        """Return the reply to ``call`` by the ``reply`` to a turn of its replay; None if another turn follows."""
+        failure, replied = None if reply is None else reply.failure, call.replied
+        if reply is None:
+            failure = self._named(call, turn, CallFailure("crash", "its worker process ended during a replay"))
+        elif turn < call.number and reply.is_done:
+            text = f"its replay ended here, after {call.number} recorded turns: it is not deterministic"
+            failure = self._named(call, turn, CallFailure("replay", text))
+        elif failure is None and turn < len(replied) and reply.digest != replied[turn]:
+            text = "its replay replied otherwise than before: it is not deterministic"
+            failure = self._named(call, turn, CallFailure("replay", text))
+        if failure is not None:
+            return EpisodeReply(failure=failure)
+        return reply if turn == call.number else None
 
     def _run_steps(
         self, calls: Sequence[EpisodeCall], turns: Mapping[int, int], deadline: Deadline
@@ -157,8 +334,8 @@ class EpisodeProcess:
             try:
                 worker = self._started()
                 results = worker.run(run_steps, self._setup, sent, seconds=seconds, deadline=deadline)
-                replies, self._children = results.replies, results.children
-                self.cpu_seconds += results.cpu_seconds
+                replies = [results.replies[step.key] for step in sent]
+                self._receive(results)
                 if results.is_blocked:
                     self._end()
             except CallFailed as error:
@@ -209,7 +386,7 @@ class EpisodeProcess:
             atexit.register(self._directory.close)
             self._folder.mkdir(mode=0o700)
             paid = WorkerContext().Value("d", 0.0)
-            self._worker = Worker(partial(begin_limited, self._limits, str(self._folder), paid))
+            self._worker = Worker(partial(begin_limited, self._limits, str(self._folder), paid, self._arrivals))
         return self._worker
 
     def _clean_up(self, deadline: Deadline) -> None:
@@ -228,6 +405,8 @@ class EpisodeProcess:
 
     def _end(self) -> None:
         """End the process with its episodes, what these have started, and their temporary files."""
+        self._num_ends += 1
+        self._process = None
         if self._worker is not None:
             self._worker.close()
         end_processes(self._children)

@@ -16,7 +16,7 @@ from flexrlhf.user_code.deadline import Deadline
 class Episodes:
     """Episodes of one rank, in its share of the processes. Nothing starts before the first call.
 
-    A process replies to one call at a time.
+    A process replies to one call at a time, unless its episodes are ``async``.
     """
 
     def __init__(self, settings: EnvironmentSpec, num_processes: int, steps: int = 1) -> None:

@@ -8,6 +8,7 @@ end no process but the ones that it has started; these then gain no privileges, 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import resource
 import struct
@@ -18,6 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Semaphore
 
 from flexrlhf.user_code.processes import begin, set_process_option
 
@@ -46,16 +48,21 @@ class ProcessLimits:
     open_files: int
 
 
-def begin_limited(limits: ProcessLimits, folder: str, paid: Synchronized[float], parent: int) -> None:
+def begin_limited(
+    limits: ProcessLimits, folder: str, paid: Synchronized[float], arrivals: Semaphore, parent: int
+) -> None:
     """Begin as a worker of process ``parent`` does, with limits.
 
-    folder:  for temporary files
-    paid:    time (monotonic) up to which the output so far uses the rate up; shared with the processes before and after
+    folder:    for temporary files
+    paid:      time (monotonic) up to which the output so far uses the rate up; shared with the processes before and
+               after
+    arrivals:  released by ``parent`` for each further call, which sets ``news``
     """
     if can_keep_signals():
         _keep_signals()
     _bound_output(paid)
     begin(parent)
+    threading.Thread(target=_announce, args=(arrivals,), daemon=True).start()
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     # there are as many processes as the machine should have threads
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -63,6 +70,17 @@ def begin_limited(limits: ProcessLimits, folder: str, paid: Synchronized[float],
     _limit(resource.RLIMIT_NOFILE, limits.open_files)
     if limits.memory_mb is not None:
         _limit(resource.RLIMIT_DATA, limits.memory_mb << 20)
+
+
+@functools.cache
+def news() -> threading.Event:
+    """Return the event of this process that a call has arrived, or has ended."""
+    return threading.Event()
+
+
+def _announce(arrivals: Semaphore) -> None:
+    while arrivals.acquire():
+        news().set()
 
 
 def allowed_bytes(paid: float, now: float) -> int:

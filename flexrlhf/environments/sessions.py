@@ -15,14 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from inspect import iscoroutinefunction
+from inspect import CORO_CREATED, getcoroutinestate, iscoroutinefunction
 from typing import Any, TypeVar
 
 from flexrlhf.config.secrets import expanded_setting
 from flexrlhf.environments.base import EpisodeReply
 from flexrlhf.environments.episode import Episode
+from flexrlhf.environments.process_limits import news
 from flexrlhf.environments.sources import load_environment
 from flexrlhf.environments.tool_runs import load_tools
 from flexrlhf.user_code.call_failures import CallFailure, Caught
@@ -92,23 +94,30 @@ def load(setup: Setup) -> bool | CallFailure:
 class StepResults:
     """Replies to steps.
 
-    replies:    None if this process does not have the episode, or has not loaded anything
+    replies:    by episode; None if this process does not have it, or has not loaded anything
     children:   processes that episodes have started, as ``descendants`` returns them
     is_blocked: whether no other episode of this process can go on
     cpu_seconds: that the process, and others that have ended in it, computed
+    process:    its id
     """
 
-    replies: Sequence[EpisodeReply | None]
+    replies: Mapping[tuple[int, int], EpisodeReply | None]
     children: Mapping[int, int]
     is_blocked: bool
     cpu_seconds: float
+    process: int
 
 
 def run_steps(setup: Setup, steps: Sequence[EnvStep]) -> StepResults:
     """Run one step of each of some sessions."""
-    sessions, before = _sessions(setup), sum(os.times()[:4])
-    replies = sessions.run(steps)
-    return StepResults(replies, sessions.children(), sessions.is_blocked, sum(os.times()[:4]) - before)
+    replies = _sessions(setup).run(steps)
+    return _sessions(setup).results({step.key: reply for step, reply in zip(steps, replies, strict=True)})
+
+
+def exchange_steps(setup: Setup, steps: Sequence[EnvStep]) -> StepResults:
+    """Begin one step of each of some sessions, ``async`` ones, and return the replies that are there since the last
+    exchange; await the first of them, or the news that another step has arrived."""
+    return _sessions(setup).results(_sessions(setup).exchange(steps))
 
 
 def waiting_limit(seconds: float) -> float:
@@ -121,6 +130,15 @@ def children(setup: Setup) -> dict[int, int]:
     return _sessions(setup).children()
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """A step under way: its coroutine, the result of that, and the time of its start."""
+
+    coroutine: Coroutine[Any, Any, EpisodeReply | None]
+    result: Future[EpisodeReply | None]
+    began: float
+
+
 class _Sessions:
     """Sessions of this process."""
 
@@ -130,6 +148,8 @@ class _Sessions:
         self._make: Callable[[], Episode] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._episodes: dict[tuple[int, int], Episode] = {}
+        self._under_way: dict[tuple[int, int], _UnderWay] = {}
+        self._computed = sum(os.times()[:4])
         self._reserve = bytes(RESERVE)
         self._of_loading: dict[int, int] = {}
         self.is_blocked = False
@@ -143,6 +163,8 @@ class _Sessions:
                     threading.Thread(target=self._loop.run_forever, daemon=True).start()
                 self._of_loading = descendants(self._process)
         self._end_copies()
+        # loading is no step
+        self._computed = sum(os.times()[:4])
         return caught.failure or self._loop is not None
 
     def run(self, steps: Sequence[EnvStep]) -> Sequence[EpisodeReply | None]:
@@ -170,6 +192,43 @@ class _Sessions:
                 for task in tasks
             ]
         return [task.result() for task in tasks]
+
+    def exchange(self, steps: Sequence[EnvStep]) -> dict[tuple[int, int], EpisodeReply | None]:
+        """Begin ``steps``, and return the replies that are there."""
+        if self._make is None or self._loop is None:
+            return {step.key: None for step in steps}
+        for step in steps:
+            coroutine = self._reply(step)
+            result = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            result.add_done_callback(lambda _: news().set())
+            self._under_way[step.key] = _UnderWay(coroutine, result, time.monotonic())
+        limit = waiting_limit(self._setup.seconds)
+        oldest = min((each.began for each in self._under_way.values()), default=0.0)
+        news().wait(max(0.0, oldest + limit - time.monotonic()))
+        # before the look at results: one that comes behind it is seen by the next exchange
+        news().clear()
+        done = {key: each for key, each in self._under_way.items() if each.result.done()}
+        found = {key: each.result.result() for key, each in done.items()}
+        late = {
+            key: each
+            for key, each in self._under_way.items()
+            if key not in done and time.monotonic() - each.began >= limit
+        }
+        if late:
+            # as in ``run``
+            running, has_loop = asyncio.current_task(self._loop), self._loop.is_running()
+            self.is_blocked = running is not None or not has_loop
+            for key, each in late.items():
+                is_own = running is None or running.get_coro() is each.coroutine
+                has_begun = getcoroutinestate(each.coroutine) != CORO_CREATED
+                found[key] = self._late(is_certain=has_loop and has_begun and is_own)
+        self._under_way = {key: each for key, each in self._under_way.items() if key not in found}
+        return found
+
+    def results(self, replies: Mapping[tuple[int, int], EpisodeReply | None]) -> StepResults:
+        """Return ``replies`` with the time computed since the last ones."""
+        before, self._computed = self._computed, sum(os.times()[:4])
+        return StepResults(replies, self.children(), self.is_blocked, self._computed - before, self._process)
 
     def children(self) -> dict[int, int]:
         """Return the processes that have been started since loading."""

@@ -84,6 +84,19 @@ class Together:
         return Turn(str(self.most[0]))
 
 
+class Sleeper:
+    """Replies after the time that the policy says, in seconds; it may die in place of that."""
+
+    async def reset(self, row: dict[str, Any], seed: int) -> str:
+        return str(os.getpid())
+
+    async def step(self, reply: str) -> Turn:
+        if reply == "die":
+            os._exit(7)
+        await asyncio.sleep(float(reply))
+        return Turn(str(os.getpid()))
+
+
 class Counter:
     """TRL's form: no ``step``; the public methods are tools."""
 

@@ -10,6 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +103,17 @@ WAITING = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "behaviours"), [("Misbehaving", BEHAVIOURS), ("Waiting", WAITING)])
+@pytest.mark.parametrize(
+    ("kind", "behaviours", "goes_on"),
+    [("Misbehaving", BEHAVIOURS, "together"), ("Waiting", WAITING, "together"), ("Waiting", WAITING, "each by itself")],
+)
 def test_an_environment_that_misbehaves_costs_its_episode(
-    kind: str, behaviours: Sequence[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+    kind: str,
+    behaviours: Sequence[Any],
+    goes_on: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(descendants(os.getpid()))
@@ -117,7 +127,11 @@ def test_an_environment_that_misbehaves_costs_its_episode(
     episodes = Episodes(environment(kind, memory_mb=192, open_files=64), 4)
     try:
         began = time.monotonic()
-        found = replies_of(episodes, rows)
+        if goes_on == "together":
+            found = replies_of(episodes, rows)
+        else:
+            with ThreadPoolExecutor(len(rows)) as threads:
+                found = list(threads.map(partial(replies_of_row, episodes, rows), range(len(rows))))
         seconds = time.monotonic() - began
     finally:
         episodes.close()
@@ -157,6 +171,14 @@ def replies_of(episodes: Episodes, rows: Sequence[dict[str, Any]]) -> list[list[
         ]
         for call, reply in zip(calls, episodes.replies(calls, 60.0), strict=True):
             found[call.key[1]].append(reply)
+    return found
+
+
+def replies_of_row(episodes: Episodes, rows: Sequence[dict[str, Any]], place: int) -> list[EpisodeReply]:
+    """Play the turns of one row, whatever others do."""
+    found: list[EpisodeReply] = []
+    while not found or not (found[-1].failure or found[-1].is_done):
+        found += episodes.replies([calls_of(rows, TURNS[: len(found)])[place]], 60.0)
     return found
 
 

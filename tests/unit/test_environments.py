@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,33 @@ def test_episodes_are_closed() -> None:
         assert reply(1, 0, "done").is_done and reply(1, 1, "raise").failure is not None
         assert said([reply(1, 2, "go", is_last=True)]) == [(("", "2"),)]
         assert said([reply(2, 0), reply(2, 0), reply(3, 0)]) == [(("", "2"),), (("", "2"),), (("", "2"),)]
+    finally:
+        episodes.close()
+
+
+def test_calls_of_async_episodes_join_the_ones_under_way() -> None:
+    """One process sleeps for all of them at once, and each has its reply when it is there; if one ends the process, the
+    others are replayed in another one."""
+    episodes = Episodes(EnvironmentSpec(path=own("Sleeper")), 1)
+    began, ends = 0.0, dict[int, float]()
+
+    def reply(row: int, *turns: str) -> EpisodeReply:
+        (found,) = episodes.replies([EpisodeCall((1, row), {}, 0, turns)], 60.0)
+        ends[row] = time.monotonic() - began
+        return found
+
+    try:
+        with ThreadPoolExecutor(12) as threads:
+            first = {each.messages for each in threads.map(reply, range(12))}
+            began = time.monotonic()
+            late = threads.submit(reply, 0, "2")
+            time.sleep(0.2)
+            assert {each.messages for each in threads.map(reply, range(1, 12), ["0.5"] * 11)} == first
+            assert len(first) == 1 and max(ends[row] for row in range(1, 12)) < 1.5 and not late.done()
+            died = threads.submit(reply, 1, "0.5", "die").result()
+            assert died.failure is not None and died.failure.kind == "crash"
+            assert late.result().failure is None and late.result().messages not in first
+            assert reply(2, "0.5", "0").failure is None
     finally:
         episodes.close()
 
