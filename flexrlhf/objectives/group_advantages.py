@@ -182,17 +182,20 @@ def _selected(spec: GroupSpec, batch: Batch, shaped: ShapedRewards, context: Com
 def _selected_of_mini_batch(
     spec: GroupSpec, batch: Batch, scores: Tensor, counts: Tensor, context: CombineContext
 ) -> Tensor:
-    """Select the first groups with different scores, up to the mini-batch's share of those that a step trains on.
+    """Select the first groups with different scores, up to the mini-batch's share of those that a step trains on; all
+    of them where no further attempt has made some of them surplus.
 
     This is DAPO's dynamic sampling (Yu et al. 2025, section 3.2). It is done for each mini-batch, so that none is left
     without rows while another has more than its share: as many groups as its first attempt has.
     """
     samples = batch.samples_per_prompt
     useful = ~_score_alike(scores.view(-1, samples), counts.view(-1, samples)).squeeze(1)
+    if not context.has_surplus:
+        return useful.repeat_interleave(samples)
     prompts = batch.rows[::samples] // samples
     # in the order of the data: attempt by attempt
     order = (prompts % spec.attempts << 32) + prompts // spec.attempts
-    share = int((context.reducer.gather(order) < 1 << 32).sum()) if context.has_surplus else len(order)
+    share = int((context.reducer.gather(order) < 1 << 32).sum())
     first = context.reducer.gather(order[useful]).sort().values[:share]
     return torch.isin(order, first).repeat_interleave(samples)
 

@@ -330,7 +330,7 @@ TAKE_PROMPTS = Operator(
     barrier=True,
     is_controlled=True,
     is_repeated=True,
-    earlier=("scores", "finished"),
+    earlier=("scores", "finished", "episode"),
 )
 WHOLE_RESPONSES = "whole_responses"
 """Function of a combine, which writes the rows whose responses have all ended."""

@@ -320,6 +320,8 @@ class BatchShape:
 
     def most_rows(self, layout: Layout) -> int:
         """Return the rows of a step on the replica with most."""
+        if layout.protocol is not None:
+            return self.samples_per_prompt * _most_of_step(self, layout)
         return self.samples_per_prompt * _most_prompts(self, layout.dp, layout.row_shares)
 
     def part(self, layout: Layout, replica: int, mini_batch: int) -> Sequence[int]:
@@ -417,5 +419,8 @@ def common_range(first: range, second: range) -> range:
 @lru_cache(maxsize=1024)
 def _most_prompts(batch: BatchShape, dp: int, row_shares: tuple[Fraction, ...]) -> int:
     """Return the prompts of a step on the replica with most."""
-    layout = Layout(tuple(range(dp)), row_shares=row_shares)
+    return _most_of_step(batch, Layout(tuple(range(dp)), row_shares=row_shares))
+
+
+def _most_of_step(batch: BatchShape, layout: Layout) -> int:
     return max(1, *map(sum, zip(*(batch.counts(layout, m) for m in batch.mini_batches), strict=True)))

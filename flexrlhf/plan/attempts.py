@@ -27,11 +27,13 @@ def with_attempts(graph: Graph, spec: Spec) -> Graph:
             "algorithm.dynamic_sampling chooses among the groups of the combine group_advantages, which the graph "
             "lacks; use null, or that combine"
         )
+    # which responses count decides, too
+    take = replace(TAKE_PROMPTS, earlier=tuple(name for name in TAKE_PROMPTS.earlier if name in graph.producers))
     if spec.num_segments > 1:
-        return _with_replacement(graph)
+        return _with_replacement(graph, take)
     taken = _before(graph, graph.producers["scores"])
     operators = (_with_presence(each, each.name in taken) for each in graph.operators)
-    return replace(graph, operators=(TAKE_PROMPTS, *operators))
+    return replace(graph, operators=(take, *operators))
 
 
 def _before(graph: Graph, operator: Operator) -> frozenset[str]:
@@ -39,15 +41,10 @@ def _before(graph: Graph, operator: Operator) -> frozenset[str]:
     return frozenset((operator.name,)).union(*(_before(graph, parent) for parent in graph.parents(operator)))
 
 
-def _with_replacement(graph: Graph) -> Graph:
+def _with_replacement(graph: Graph, take: Operator) -> Graph:
     """Return ``graph``, of responses in segments, with the prompts that a step takes in place of groups left out."""
-    take = replace(
-        TAKE_PROMPTS,
-        writes=(Column.POSITION,),
-        is_repeated=False,
-        earlier=(),
-        carries=(Column.POSITION, Column.PRESENT, *TAKE_PROMPTS.earlier),
-    )
+    carries = Column.POSITION, Column.PRESENT, *take.earlier
+    take = replace(take, writes=(Column.POSITION,), is_repeated=False, earlier=(), carries=carries)
     # the ranks that account for rows do so for the ones that were taken
     readers = [each for each in graph.operators if each.reads_data or each == graph.accounting]
     operators = (replace(o, reads=(*o.reads, Column.POSITION)) if o in readers else o for o in graph.operators)

@@ -24,7 +24,7 @@ def kept_slots(spec: Spec, graph: Graph, placement: Placement, batch: BatchShape
     for operator in graph.operators:
         if operator.kind == "generate" and operator.carries:
             model = placement.copy_for(operator)
-            found[model.name] = found.get(model.name, 0) + batch.most_rows(model.layout)
+            found[model.name] = found.get(model.name, 0) + batch.most_rows(placement.layout_of(operator))
     of_run = batch.segments, spec.schedule.lag, spec.checkpoint.every
     return {name: KeptSlots(rows, *of_run) for name, rows in found.items()}
 

@@ -18,7 +18,6 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.group_advantages import useful_groups
 from flexrlhf.operators.columns import Column
-from flexrlhf.operators.graph import TAKE_PROMPTS
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.execution import OperatorRun
 
@@ -73,7 +72,7 @@ def replace_prompts(
             if ended
             for row in range(first, first + samples)
         ]
-        columns = {name: before.get(name, rows) for name in TAKE_PROMPTS.earlier}
+        columns = {name: before.get(name, rows) for name in run.operator.carries}
         batch = Batch(columns, torch.tensor(rows, dtype=torch.int64, device=device), samples)
         is_left_out[has_ended] = ~useful_groups(spec, batch, context)
         places = before.get(Column.POSITION, run.rows)[::samples].masked_fill(has_ended, -1)

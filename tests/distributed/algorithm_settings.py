@@ -218,6 +218,8 @@ ALGORITHMS: dict[str, Raw] = {
         samples_per_prompt=2,
         stop=["ta", "o n", "i b", "e"],
         dynamic_sampling={"rounds": 3},
+        # no score that is missing is of an episode that failed
+        invalid_scores="stop",
     ),
     "grpo-recomputed": _of("grpo", RECOMPUTED, num_mini_batches=1),
     "one-trunk-recomputed": _of("ac-share", RECOMPUTED),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from replicas import Alone, Port, mask_of, on_replicas
 from scored_batches import context_of, ragged, scored_batch
 from torch import Tensor
 
-from flexrlhf.config.algorithms.grpo import RaftSpec
+from flexrlhf.config.algorithms.grpo import GrpoSpec, RaftSpec
 from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.engines.base import Batch, Moments, add_moments
@@ -20,7 +21,7 @@ from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.advantages import gae, ppo_advantages, reinforce_advantages, whiten
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import COMBINES
-from flexrlhf.objectives.group_advantages import best_of_group, centre_in_groups
+from flexrlhf.objectives.group_advantages import best_of_group, centre_in_groups, group_advantages
 from flexrlhf.objectives.reward_shaping import shape_rewards
 from flexrlhf.trainer.controllers import first_state
 
@@ -275,6 +276,21 @@ def test_advantages_are_the_same_for_any_split(sizes: tuple[int, ...]) -> None:
     assert set(total) == set(its_sums)
     for name, sums in its_sums.items():
         assert total[name].tolist() == pytest.approx(sums.tolist(), rel=1e-6, abs=1e-6), name
+
+
+def test_a_mini_batch_of_segments_trains_on_all_groups_that_differ_for_any_split() -> None:
+    """Later steps replace the others, so that none is surplus, however few groups a replica has."""
+    spec = GrpoSpec(samples_per_prompt=2, dynamic_sampling={"rounds": 2}, kl=None)  # type: ignore[arg-type]
+    batch = scored_batch(torch.ones(8, 2, dtype=torch.uint8), [0.0, 1.0, 2.0, 2.0, 0.0, 1.0, 0.0, 1.0])
+    batch = Batch(batch.columns, batch.rows, 2)
+
+    def work(rank: int, port: Port) -> Tensor:
+        part = batch.select(slice(6 * rank, 6 + 2 * rank))
+        context = replace(context_of(spec, part, port), has_surplus=False)
+        return group_advantages(spec, part, context)[0]["outcome"]
+
+    found = [[*Outcome][code] for code in torch.cat(on_replicas(2, work))]
+    assert found == ["trained", "trained", "alike", "alike", *["trained"] * 4]
 
 
 def test_raft_trains_on_the_best_response_of_each_group() -> None:

@@ -73,6 +73,14 @@ def test_a_simulation_prices_the_fullest_replica() -> None:
         assert {call.rows for call, _ in costs.asked if call.kind == "generate"} == {rows}
 
 
+def test_rows_that_a_protocol_gives_to_one_rank_have_a_slot_each() -> None:
+    segments = ("rollout.segment_tokens=3", "rollout.caches=kept")
+    plan = plan_of(None, 2, protocols(generate="last_alone"), *segments)
+    (kept,), layout = plan.kept_slots.values(), plan.placement.layout_of(plan.graph.operators[0])
+    rows = [len(plan.batch.rows(plan.batch.prompts_on(layout, rank, plan.batch.mini_batches))) for rank in (0, 1)]
+    assert kept.rows == max(rows) > min(rows) and sum(rows) == plan.batch.num_rows
+
+
 def test_files_of_protocols_are_compared_between_machines() -> None:
     plan = plan_of(None, 2, protocols(generate="round_robin"))
     assert any(
