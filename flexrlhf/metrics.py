@@ -289,6 +289,11 @@ _DEFINED = (
         for each in REPLY_PERCENTS
     ),
     Metric("reply_seconds_max", "reply_seconds_longest", "time of the longest reply of the step"),
+    Metric(
+        "reply_seconds_waited",
+        "reply_wait",
+        "time for which a rank that generates had nothing to decode and awaited replies, mean over these ranks",
+    ),
     Metric("tool_calls", "tool_calls", "calls of tools in an episode"),
     Metric("tool_calls_failed", "failed_tool_calls", "share of calls that failed", over="tool_calls"),
     *(outcome.metric for outcome in Outcome),

@@ -1,6 +1,6 @@
 """Seconds a step of an agent of up to 20 turns on 2 + 2 ranks, by the order of rows, lag and cuts, run and predicted.
 
-    python -m benchmarks.asynchrony.agent_speed DIRECTORY [--variants NAME ...] [--steps N] [--processes N]
+    python -m benchmarks.asynchrony.agent_speed DIRECTORY [--variants NAME ...] [--steps N] [--processes N] [--cap S]
 
 REINFORCE++ of a small Llama with the episodes of ``row_lives.py``, a published trace: times are divided by
 ``SECONDS_SCALE``, tokens by ``TOKENS_SCALE``, so that decoding takes as long in comparison with replies as there: 10 ms
@@ -34,8 +34,6 @@ from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.timeline import Trace
 
 SECONDS_SCALE, TOKENS_SCALE = 20.0, 50.0
-CAP = 15.0
-"""Deadline of a reply in seconds of the trace."""
 ROWS, LONGEST, SEGMENT, MOST_SEGMENTS = 16, 1000, 80, 8
 SPEEDS = Speeds()
 TOKEN_SECONDS = TOKENS_SCALE / SECONDS_SCALE
@@ -52,6 +50,7 @@ class Variant:
     lag:     batches by which training is behind.
     is_cut:  whether rows are carried to the next step at cuts.
     caches:  of carried rows.
+    carries: whether these do not await late replies.
     """
 
     name: str
@@ -59,6 +58,7 @@ class Variant:
     lag: int
     is_cut: bool = False
     caches: str = "renewed"
+    carries: bool = False
 
     @property
     def fill(self) -> int:
@@ -69,8 +69,8 @@ class Variant:
     def rule(self) -> Rule:
         """The same by events."""
         life = Life(tokens=round(SEGMENT * TOKENS_SCALE), cuts=MOST_SEGMENTS - 1, as_ended=True)
-        by_turns, keeps = self.order == "planned", self.caches == "kept"
-        return Rule(self.name, life if self.is_cut else Life(), self.lag, by_turns=by_turns, keeps=keeps)
+        own, by_turns, keeps = life if self.is_cut else Life(), self.order == "planned", self.caches == "kept"
+        return Rule(self.name, own, self.lag, by_turns=by_turns, keeps=keeps, carries=self.carries)
 
 
 VARIANTS = (
@@ -82,6 +82,8 @@ VARIANTS = (
     Variant("free and cuts, lag 2", "free", 2, True),
     Variant("free, cuts and kept caches, lag 0", "free", 0, True, "kept"),
     Variant("free, cuts and kept caches, lag 2", "free", 2, True, "kept"),
+    Variant("free, cuts, late replies carried, lag 0", "free", 0, True, carries=True),
+    Variant("free, cuts, late replies carried, lag 2", "free", 2, True, carries=True),
 )
 
 
@@ -115,8 +117,8 @@ def write_inputs(directory: Path) -> None:
     shutil.copy(Path(__file__).with_name("countdown_model.py"), directory / "model")
 
 
-def write_config(directory: Path, variant: Variant, steps: int, processes: int) -> Path:
-    """Write the YAML of a run and return its path."""
+def write_config(directory: Path, variant: Variant, steps: int, processes: int, cap: float) -> Path:
+    """Write the YAML of a run and return its path. ``cap``: deadline of a reply in seconds of the trace."""
     name = variant.name.replace(",", "").replace(" ", "-")
     passes = directory / f"passes-{name}"
     shutil.rmtree(passes, ignore_errors=True)
@@ -132,7 +134,7 @@ def write_config(directory: Path, variant: Variant, steps: int, processes: int) 
     }
     environment = {
         "path": f"{Path(traced_agent.__file__)}:TracedAgent",
-        "options": {"seconds_scale": SECONDS_SCALE, "tokens_scale": TOKENS_SCALE, "cap": CAP},
+        "options": {"seconds_scale": SECONDS_SCALE, "tokens_scale": TOKENS_SCALE, "cap": cap},
         **{"max_turns": MOST_TURNS, "processes": processes},
     }
     cuts = {"segment_tokens": SEGMENT, "max_segments": MOST_SEGMENTS, "groups": "as-ended", "caches": variant.caches}
@@ -151,7 +153,11 @@ def write_config(directory: Path, variant: Variant, steps: int, processes: int) 
         "cluster": {"devices": 4, "device": "cpu"},
         "placement": {"actor.shadow": 0.5, "actor": 0.5},
         "schedule": {"lag": variant.lag},
-        "rollout": {"order": variant.order} | (cuts if variant.is_cut else {}),
+        "rollout": {
+            "order": variant.order,
+            **(cuts if variant.is_cut else {}),
+            **({"late_replies": "carry"} if variant.carries else {}),
+        },
         # predictions sample from the episodes of a run
         "samples": {"count": ROWS},
         "steps": variant.fill + steps + variant.lag,
@@ -220,16 +226,16 @@ def predictions(configs: Mapping[Variant, Path]) -> Iterator[tuple[str, float]]:
         base.setdefault(variant.order, load_spec(config).directory)
 
 
-def by_events(rules: Sequence[Rule], rows: int) -> dict[str, float]:
+def by_events(rules: Sequence[Rule], rows: int, cap: float) -> dict[str, float]:
     """Return the time of a step with so many ``rows`` by events, by name."""
-    found = run_rules(rules, CAP, 24, 2, rows)
+    found = run_rules(rules, cap, 24, 2, rows)
     return {rule.name: mean(each.seconds for each in all) / SECONDS_SCALE for rule, all in found}
 
 
-def report(found: Mapping[str, Sequence[Measured]], predicted: Mapping[str, float]) -> Iterator[str]:
+def report(found: Mapping[str, Sequence[Measured]], predicted: Mapping[str, float], cap: float) -> Iterator[str]:
     """Yield the lines of the table."""
     rules, loop = [*(each.rule for each in VARIANTS if each.name in found), RULES[-1]], RULES[-1].name
-    small, large = (by_events(rules, rows) for rows in (ROWS, TRACE_ROWS))
+    small, large = (by_events(rules, rows, cap) for rows in (ROWS, TRACE_ROWS))
     yield (
         f"| rows | s / step | predicted | by events | x {loop} | of {TRACE_ROWS} rows, by events | idle | "
         f"computed / sampled | / necessary | account | load |"
@@ -254,6 +260,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run")
     parser.add_argument("--processes", type=int, default=32, help="of environments")
+    parser.add_argument("--cap", type=float, default=15.0, help="deadline of a reply in seconds of the trace")
     options = parser.parse_args()
     directory = options.directory.resolve()
     write_inputs(directory)
@@ -262,10 +269,10 @@ def main() -> None:
     configs = dict[Variant, Path]()
     for _ in range(options.rounds):
         for variant in chosen:
-            configs[variant] = write_config(directory, variant, options.steps, options.processes)
+            configs[variant] = write_config(directory, variant, options.steps, options.processes, options.cap)
             found[variant.name].append(measure(configs[variant], variant, options.steps))
             print(variant.name, found[variant.name][-1], flush=True)
-    print("\n".join(report(found, dict(predictions(configs)))))
+    print("\n".join(report(found, dict(predictions(configs)), options.cap)))
 
 
 if __name__ == "__main__":

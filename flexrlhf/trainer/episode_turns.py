@@ -82,6 +82,8 @@ class EnvironmentCaller:
         self.late = {key: replies for key, replies in self.late.items() if not is_stale(key, step, steps)}
         episodes = _Episodes(self, run, rows, sampling, carries)
         run.model.engine.advance(episodes, sampling)
+        if run.model.replica.is_first:
+            self.times.add_wait(step, episodes.waited)
         if not carries:
             return None
         if self.log is not None:
@@ -119,9 +121,10 @@ class _Episodes:
         self.is_late, self._is_expected = torch.zeros_like(rows.exists), torch.zeros_like(rows.exists)
         self._carries_late, self._takes = carries_late, bool(rows.is_new.any())
         self._recorded = self._replies_by_record() if carries_late else {}
-        # when this rank got its first token, and how long it has waited since with nothing to decode
-        self._first: float | None = None
-        self._waited = 0.0
+        self.waited = 0.0
+        """Time for which this rank had nothing to decode."""
+        # when this rank began to decode, and how long it had waited until then
+        self._first: tuple[float, float] | None = None
         self._requests: list[tuple[int, Request]] = []
         self._awaited: dict[Future[Received], tuple[Tensor, AddReplies]] = {}
         # texts of the policy's turns, and digests of the replies, that of the reset first
@@ -148,12 +151,10 @@ class _Episodes:
             if self._patience == 0.0:
                 self._carry()
                 break
-            begun = time.monotonic()
             self._receive_replies(FIRST_COMPLETED, waits=True)
-            self._waited += (time.monotonic() - begun) * (self._first is not None)
             places = self._places
         if self._first is None and len(places):
-            self._first = time.monotonic()
+            self._first = time.monotonic(), self.waited
         batch = self._rows.continued(places, self._caller.settings.turn_tokens)
         if not (len(places) or self._is_busy.any() if self._is_alone else self._run.has_rows(batch)):
             return None
@@ -200,7 +201,8 @@ class _Episodes:
             return None
         if self._first is None:
             return 0.0
-        return max(0.0, LATE_SHARE * (time.monotonic() - self._first) - self._waited)
+        begun, before = self._first
+        return max(0.0, LATE_SHARE * (time.monotonic() - begun) - (self.waited - before))
 
     def _carry(self) -> None:
         """Leave the replies that are awaited to the next step."""
@@ -258,7 +260,9 @@ class _Episodes:
 
     def _receive_replies(self, condition: str, waits: bool) -> None:
         """Receive the replies that are there. ``waits``: until ``condition`` of ``concurrent.futures.wait`` holds."""
+        begun = time.monotonic()
         done = wait_for(self._awaited, self._patience if waits else 0, condition).done
+        self.waited += (time.monotonic() - begun) * waits
         for replies in [each for each in self._awaited if each in done]:
             places, then = self._awaited.pop(replies)
             self._is_busy[places] = False
