@@ -47,12 +47,11 @@ class EpisodeProcesses:
         return max(counts, default=0)
 
     def _layouts(self) -> tuple[Layout, ...]:
-        """Return the layout of the ranks that generate, and of the ranks that evaluate if any do."""
-        playing = next((each for each in self.plan.graph.operators if each.has_replies), None)
-        if playing is None:
-            return ()
-        layouts = self.plan.placement.layout_of(playing), self.plan.placement[playing.role].layout
-        return layouts if self.plan.spec.eval is not None else layouts[:1]
+        """Return the layouts of the ranks that generate, greedy responses too, and of the ranks that evaluate if any
+        do."""
+        playing, placement = [each for each in self.plan.graph.operators if each.has_replies], self.plan.placement
+        evaluating = [placement[each.role].layout for each in playing[:1] if self.plan.spec.eval is not None]
+        return (*map(placement.layout_of, playing), *evaluating)
 
     def _of_layout(self, layout: Layout) -> Iterator[tuple[int, int]]:
         """Yield the rank that calls the environments for a replica, and the number of its processes."""

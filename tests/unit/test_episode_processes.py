@@ -31,3 +31,11 @@ def test_the_time_of_all_replies_to_a_turn_is_planned() -> None:
     assert "all replies to a turn may take 30 s: 7.5 s each of the 4 of a process\n" in format_plan(few)
     assert "warning: 4 replies of 9 s, one after the other, would take longer; use 4 processes, un" in format_plan(few)
     assert "warning" not in format_plan(plan_of(None, 2, GAME, "timeout_seconds=60", "environment.seconds=9"))
+
+
+def test_greedy_episodes_have_processes_where_they_are_generated() -> None:
+    """On the trained copy, which generates them next to the shadow that samples."""
+    plan = plan_of([0.5] * 4, 2, "algorithm={name: remax, prompts_per_step: 4}", GAME)
+    generating = [each for each in plan.graph.operators if each.has_replies]
+    assert {rank for each in generating for rank in plan.placement.layout_of(each).ranks} == {0, 1}
+    assert plan.processes.by_rank().keys() == {0, 1}
