@@ -292,7 +292,8 @@ _DEFINED = (
     Metric(
         "reply_seconds_waited",
         "reply_wait",
-        "time for which a rank that generates had nothing to decode and awaited replies, mean over these ranks",
+        "time for which ranks had nothing to decode and awaited replies, sum over ranks",
+        "sum",
     ),
     Metric("tool_calls", "tool_calls", "calls of tools in an episode"),
     Metric("tool_calls_failed", "failed_tool_calls", "share of calls that failed", over="tool_calls"),

@@ -17,7 +17,6 @@ class ReplyTimes:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._store = dist.PrefixStore(f"replies/{plan.spec.name}", world.store)
-        self._ranks = len(plan.processes.by_rank())
 
     def add(self, step: int, seconds: Sequence[float]) -> None:
         """Add replies that have arrived on this rank; not those of an evaluation."""
@@ -37,7 +36,7 @@ class ReplyTimes:
             return {}
         found = {"reply_seconds": (len(times), sum(times), 0.0), "reply_seconds_longest": (1.0, times[-1], 0.0)}
         places = {percent: min(len(times) - 1, percent * len(times) // 100) for percent in REPLY_PERCENTS}
-        found["reply_wait"] = (self._ranks, sum(waits), 0.0)
+        found["reply_wait"] = (1.0, sum(waits), 0.0)
         return found | {f"reply_seconds_p{percent}": (1.0, times[place], 0.0) for percent, place in places.items()}
 
     def _take(self, key: str) -> list[float]:
