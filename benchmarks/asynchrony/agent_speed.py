@@ -118,7 +118,7 @@ def write_inputs(directory: Path) -> None:
 
 
 def write_config(directory: Path, variant: Variant, steps: int, processes: int, cap: float) -> Path:
-    """Write the YAML of a run and return its path. ``cap``: deadline of a reply in seconds of the trace."""
+    """Write the YAML of a run and return its path. ``cap``: deadline of a reply in the trace's seconds."""
     name = variant.name.replace(",", "").replace(" ", "-")
     passes = directory / f"passes-{name}"
     shutil.rmtree(passes, ignore_errors=True)
@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run")
     parser.add_argument("--processes", type=int, default=32, help="of environments")
-    parser.add_argument("--cap", type=float, default=15.0, help="deadline of a reply in seconds of the trace")
+    parser.add_argument("--cap", type=float, default=15.0, help="deadline of a reply in the trace's seconds")
     options = parser.parse_args()
     directory = options.directory.resolve()
     write_inputs(directory)

@@ -262,6 +262,7 @@ def cases(*pairs: Pair) -> list[object]:
 def test_the_same_placement_goes_on_to_the_last_bit(resumptions: Resumptions, pair: Pair) -> None:
     whole, resumed = resumptions.whole(pair.first), resumptions.resumed(pair)
     assert [_without_times(row) for row in resumed.metrics] == [_without_times(row) for row in whole.metrics]
+    assert not whole.plan.spec.rollout.carries_late or sum(row["late_replies"] for row in whole.metrics[NEXT_STEP:]) > 0
     assert resumed.samples == whole.samples
     for role in whole.plan.graph.trained:
         expected, found = whole.weights(role), resumed.weights(role)

@@ -46,6 +46,11 @@ GAME = "environment={path: game.py:Game, max_turns: 2}"
             "environment.turn_tokens: 9, and a response has 8 tokens at most (data.max_response_tokens), replies "
             "included; use 8 or less",
         ),
+        (
+            ("debug.limits=runs/a", "rollout={order: free, segment_tokens: 4}"),
+            "debug.limits: runs/a repeats late replies, which rollout.late_replies: await never carries to the next "
+            "step; remove it, or use carry",
+        ),
     ],
 )
 def test_runs_without_episodes_are_refused(overrides: tuple[str, ...], sentence: str) -> None:
