@@ -14,6 +14,8 @@ from flexrlhf.guideline.costs.profiles import Batching
 
 MOST_EVENTS = 512
 """Turns that are followed, of fewer rows if these have more; so many need a few milliseconds."""
+LATE_SHARE = 1 / 20
+"""Share of the time of a generation so far for which it waits for replies before it carries their rows."""
 LEAST_ROWS = 8
 """Rows that are followed at least."""
 
@@ -159,7 +161,7 @@ def free_times(
     batching:  ``refill``: a row takes a slot whenever one is free; else rows decode in groups, and each of a group goes
                on when all have ended their turns
     keeps:     whether keys and values are kept from turn to turn, so that a turn reads the reply alone
-    carries:   whether it ends when nothing is left but rows that await replies and have a later generation
+    carries:   whether it ends when nothing is left but rows whose replies are late and that have a later generation
     """
     walk = _FreeWalk(episodes.rows, episodes.replies, lanes, slots, pace, batching, keeps, carries, episodes.scale)
     return walk.run(episodes.resets)
@@ -224,7 +226,10 @@ class _FreeWalk:
             if self.live:
                 self._decode()
             elif not self.ready and self.awaited:
-                if self.carries and all(self.rows[row].goes_on for _, row in self.awaited):
+                until = (1 + LATE_SHARE) * self.now
+                are_late = self.carries and all(self.rows[row].goes_on for _, row in self.awaited)
+                if are_late and self.awaited[0][0] > until:
+                    self.waiting, self.now = self.waiting + until - self.now, until
                     break
                 self.waiting += max(0.0, self.awaited[0][0] - self.now)
                 self.now = max(self.now, self.awaited[0][0])
