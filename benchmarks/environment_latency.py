@@ -18,19 +18,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
-from flexrlhf.config.spec import Spec
-from flexrlhf.config.spec_file import load_spec
-from flexrlhf.guideline.advice.advise import advise
-from flexrlhf.guideline.advice.waiting import ORDERS, least_waiting
-from flexrlhf.guideline.costs.measured import MeasuredCosts, slowdown
-from flexrlhf.guideline.costs.measurements import Measurements, read_measurements
-from flexrlhf.guideline.simulation.inputs import TextLengths, lengths_in_data
-from flexrlhf.guideline.simulation.simulate import Simulation, simulate
-from flexrlhf.measure.environment_calls import measure_environments
-from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.plan.plan import Plan
+# each of the environments' processes runs this module again: what takes long to load is imported where it is used
 from flexrlhf.text import table
+
+if TYPE_CHECKING:
+    from flexrlhf.config.spec import Spec
+    from flexrlhf.guideline.costs.measured import MeasuredCosts
+    from flexrlhf.guideline.costs.measurements import Measurements
+    from flexrlhf.guideline.simulation.inputs import TextLengths
+    from flexrlhf.guideline.simulation.simulate import Simulation
+    from flexrlhf.plan.plan import Plan
 
 TURNS, TOKENS = 12, 2
 CONFIG = f"""
@@ -72,6 +71,8 @@ def settings(*changed: str) -> list[str]:
 
 def lengths_of(plan: Plan) -> TextLengths:
     """Return lengths of episodes that have all turns, of the most tokens, with replies of one token between them."""
+    from flexrlhf.guideline.simulation.inputs import lengths_in_data
+
     replies = float(TURNS - 1)
     responses = (TURNS * TOKENS + replies,)
     return replace(lengths_in_data(plan), responses=responses, is_assumed=False, turns=float(TURNS), replies=replies)
@@ -79,12 +80,18 @@ def lengths_of(plan: Plan) -> TextLengths:
 
 def costs_of(measured: Measurements, plan: Plan) -> MeasuredCosts:
     """Return costs with the times of the plan's environment."""
+    from flexrlhf.guideline.costs.measured import MeasuredCosts, slowdown
+    from flexrlhf.measure.environment_calls import measure_environments
+
     environments = measure_environments([plan], seconds=5.0)
     return MeasuredCosts(measured.model_copy(update={"environments": environments}), slowdown(measured, 2))
 
 
 def advised(spec: Spec, costs: MeasuredCosts, lengths: TextLengths) -> str:
     """Return the faster order of rows, and by how much, as ``advise`` prints it."""
+    from flexrlhf.guideline.advice.advise import advise
+    from flexrlhf.guideline.advice.waiting import least_waiting
+
     found = advise(spec, costs, lengths, seconds_limit=2.0, margin=MARGIN).waiting
     own = [each for each in found if each.processes == found[0].processes]
     best = least_waiting(own, MARGIN)
@@ -108,6 +115,9 @@ def main() -> None:
         "--service", action="store_true", help="each process awaits all of its replies at once, as of a server"
     )
     options = parser.parse_args()
+
+    from flexrlhf.guideline.costs.measurements import read_measurements
+
     config, profile = Path("runs/waiting.yaml"), Path("runs/waiting-profile.json")
     name, processes = ("SlowService", 4) if options.service else ("Slow", 32)
     config.write_text(CONFIG.replace("CLASS", name).replace("PROCESSES", str(processes)))
@@ -117,6 +127,11 @@ def main() -> None:
 
 def report(config: Path, measured: Measurements, latencies: Sequence[float], steps: int) -> None:
     """Print a table of the seconds of a step by the time of a reply and by the order of rows."""
+    from flexrlhf.config.spec_file import load_spec
+    from flexrlhf.guideline.advice.waiting import ORDERS
+    from flexrlhf.guideline.simulation.simulate import simulate
+    from flexrlhf.plan.pipeline import make_plan
+
     columns = (f"{order}: {name}" for order in ORDERS for name in ("predicted", "measured"))
     rows = [("a reply", "waits", *columns, "faster", "advise: order")]
     predicted: dict[float, tuple[list[Simulation], str]] = {}
