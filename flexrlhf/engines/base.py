@@ -24,6 +24,7 @@ from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.engines.copy_streams import CopyStreams
 from flexrlhf.engines.model_ranks import ModelRanks
 from flexrlhf.errors import UserError
+from flexrlhf.metrics import Outcome
 from flexrlhf.operators.columns import Column, Lengths, Quantity
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.rollout import KeptSlots
@@ -146,6 +147,7 @@ class Totals:
     tokens:    response tokens that count (``Batch.mask``).
     sequences: responses with at least one such token.
     prompts:   prompts.
+    taken_prompts: those with a response that is trained on, or that is truncated and counts.
     sampled_tokens, sampled_sequences: the same of ``Batch.sampled_mask``, with the ones that are rejected.
     """
 
@@ -154,15 +156,20 @@ class Totals:
     prompts: float
     sampled_tokens: float = 0.0
     sampled_sequences: float = 0.0
+    taken_prompts: float = 0.0
 
     @classmethod
     def of(cls, batch: Batch, dp: RankGroup) -> Totals:
         """Count a mini-batch over all data-parallel ranks."""
         mask, sampled = batch.mask.double(), batch.sampled_mask.double()
         counts = [number for each in (mask, sampled) for number in (each.sum(), (each.sum(1) > 0).double().sum())]
-        sums = dp.sum(torch.stack([*counts, mask.new_tensor(len(batch))])).tolist()
-        tokens, sequences, sampled_tokens, sampled_sequences, rows = sums
-        return cls(tokens, sequences, rows / batch.samples_per_prompt, sampled_tokens, sampled_sequences)
+        outcomes = batch.columns.get("outcome", torch.zeros_like(batch.rows))
+        is_taken = (outcomes == Outcome.TRAINED.code) | (outcomes == Outcome.TRUNCATED.code)
+        taken = is_taken.view(-1, batch.samples_per_prompt).any(1).double().sum()
+        sums = dp.sum(torch.stack([*counts, mask.new_tensor(len(batch)), taken])).tolist()
+        tokens, sequences, sampled_tokens, sampled_sequences, rows, taken_prompts = sums
+        prompts = rows / batch.samples_per_prompt
+        return cls(tokens, sequences, prompts, sampled_tokens, sampled_sequences, taken_prompts)
 
 
 EntropyUse = Literal["none", "value", "gradient"]

@@ -51,7 +51,9 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
         selected = _selected(spec, batch, shaped, context)
         mask = mask * selected[:, None].to(mask.dtype)
         reasons = torch.where(alike, Outcome.ALIKE.code, Outcome.SURPLUS.code)
-        outcomes = outcomes.where(selected | (outcomes > 0), reasons.to(outcomes.dtype))
+        # in a mean over responses a truncated one counts if its group does
+        kept = shaped.outcomes if spec.counts_truncated else outcomes
+        outcomes = outcomes.where(selected | (kept > 0), reasons.to(outcomes.dtype))
         statistics |= _taken(batch, selected)
     advantages, ended = centred[:, None] * mask, ended_scores(totals, shaped.counts, context)
     if is_after:

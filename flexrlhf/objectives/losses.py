@@ -97,8 +97,10 @@ def policy_loss(spec: PolicySpec) -> Loss:
         if spec.counts_rejected:
             totals = replace(totals, tokens=totals.sampled_tokens, sequences=totals.sampled_sequences)
         if spec.truncation == "mask-loss":
-            # all responses of the mini-batch: truncated ones have no tokens that count, and are counted
-            totals = replace(totals, sequences=totals.prompts * batch.samples_per_prompt)
+            # all responses of the mini-batch: truncated ones have no tokens that count, and are counted; but for
+            # groups that dynamic sampling leaves out
+            prompts = totals.prompts if spec.attempts == 1 else totals.taken_prompts
+            totals = replace(totals, sequences=prompts * batch.samples_per_prompt)
         losses, statistics = surrogate_losses(spec, outputs, batch)
         loss = aggregate(losses, mask, how, totals)
         assert outputs.entropy is not None

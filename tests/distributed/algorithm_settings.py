@@ -271,6 +271,7 @@ ALGORITHMS: dict[str, Raw] = {
         prompts_per_step=3,
         num_mini_batches=2,
         dynamic_sampling={"rounds": 2},
+        truncation="mask-loss",
         freeze_actor_steps=3,
     ),
     # scores that are exact, since the same short responses come in several steps

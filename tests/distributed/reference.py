@@ -511,8 +511,12 @@ class Reference:
             further = pretraining_loss(self.policy, self.actor, self._pretraining_of(step, mini_batch), terms)
         found = loss(self.spec, self.actor, trained, terms)
         if isinstance(self.policy, GroupSpec) and self.policy.counts_truncated:
-            # a mean over all responses, of which some have no tokens
-            found = found * len(trained) / len(responses)
+            # a mean over all responses, of which some have no tokens; but for groups that are left out
+            groups = (
+                groups_of(responses, self.policy.samples_per_prompt) if self.policy.dynamic_sampling else [responses]
+            )
+            counted = [group for group in groups if any(r.is_trained or r.reason == "truncated" for r in group)]
+            found = found * len(trained) / max(sum(map(len, counted)), 1)
         return found + further
 
     def _pretraining_of(self, step: int, mini_batch: int) -> list[Example]:

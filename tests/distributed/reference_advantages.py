@@ -103,7 +103,8 @@ def grouped(
         for rows in mini_batches:
             leave_out(spec, responses, rows)
     for response in responses:
-        if spec.truncation == "mask-loss" and not response.finished:
+        is_out = not response.is_taken and spec.counts_truncated
+        if spec.truncation == "mask-loss" and not response.finished and not is_out:
             response.is_taken, response.reason = False, "truncated"
 
 

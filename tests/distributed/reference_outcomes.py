@@ -43,7 +43,8 @@ def row_metrics(spec: Spec, step: int, responses: list[Response], in_flight: int
         elif outcomes[number] == "trained" and response.kept and not any(response.kept):
             outcomes[number] = "rejected"
     metrics = counted(outcomes, in_flight)
-    taken = [len(response.tokens) for response in responses if response.is_taken]
+    # the choice is among groups, also with responses whose tokens are then out of the loss
+    taken = [len(response.tokens) for response in responses if response.is_taken or response.reason == "truncated"]
     if taken and any(response.reason not in ("", "truncated") for response in responses):
         all_of_them = [len(response.tokens) for response in responses]
         ratio = (sum(taken) / len(taken)) / (sum(all_of_them) / len(all_of_them))

@@ -443,6 +443,10 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
     assert page.read_text() == expected, f"{page.relative_to(ROOT)}: write it with `python docs/generate.py`"
 
 
+def test_a_run_that_goes_on_behind_the_step_is_drawn_in_part() -> None:
+    assert max(map(len, generate.picture("configs/rollout-six-lag.yaml").splitlines())) < generate.WIDTH + 20
+
+
 def test_each_guarantee_has_a_default_test() -> None:
     """Unless its row says where else it is tested."""
     rows = [line for line in (ROOT / "docs" / "guarantees.md").read_text().splitlines() if "`tests/" in line]

@@ -61,10 +61,6 @@ def refused(override: str) -> str:
         ("algorithm.freeze_actor_steps=-1", "algorithm.freeze_actor_steps: must be greater than or equal to 0"),
         ("algorithm.truncation=mask-loss", "truncation: mask-loss goes with scores that are compared within a group"),
         (
-            "algorithm={name: grpo, truncation: mask-loss, dynamic_sampling: {rounds: 2}}",
-            "also of groups that dynamic_sampling leaves out; use token-mean, or truncation: mask",
-        ),
-        (
             "algorithm.truncation=masked",
             "algorithm.truncation: expected 'none', 'bootstrap', 'mask', 'mask-loss' or a mapping such as "
             "{penalty: 1.0}, found 'masked'",

@@ -78,15 +78,6 @@ class GroupSpec(PolicySpec):
         return self.truncation == "mask-loss" and self.loss_aggregation.startswith("seq-")
 
     @model_validator(mode="after")
-    def _counted_responses_are_trained_on(self) -> Self:
-        if self.counts_truncated and self.dynamic_sampling is not None:
-            raise ValueError(
-                f"truncation: mask-loss counts all responses in loss_aggregation: {self.loss_aggregation}, also of "
-                f"groups that dynamic_sampling leaves out; use token-mean, or truncation: mask"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _steps_compare(self) -> Self:
         if self.supervision == "process":
             if self.baseline == "others":
