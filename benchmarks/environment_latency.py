@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-# each of the environments' processes runs this module again: what takes long to load is imported where it is used
+# each of the environments' processes runs this module again, so slow imports are in the functions that use them
 from flexrlhf.text import table
 
 if TYPE_CHECKING:
