@@ -17,6 +17,7 @@ from flexrlhf.data.encoding import RowEncoder
 from flexrlhf.data.examples import EXAMPLES, Example
 from flexrlhf.data.forms import detect_form, needed_text
 from flexrlhf.data.known_keys import FLAGS, SYSTEM, RowValues
+from flexrlhf.data.messages import Message
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.data.text_rows import TextRows
@@ -411,7 +412,7 @@ def test_further_keys_of_turns_reach_a_reward_model_of_another_family(writers: A
     sent = EXAMPLES.validate_json(EXAMPLES.dump_json([Example(row.prompt, (), (), row.text, {}, row.turns)]))
     assert sent[0].turns == row.turns
     other = writers["llama3_1"]
-    ids, _ = TextEncoder("reward", other, 9999).encode(sent[0], "Hello", is_finished=True)
+    ids, _ = TextEncoder("reward", other, 9999).encode(sent[0], (Message("assistant", "Hello"),), is_finished=True)
     text = other.apply_chat_template([TURN, CALLING, RESULT, REPLY], tokenize=False)
     assert ids == other.encode(text, add_special_tokens=False)
 
