@@ -215,7 +215,7 @@ class DebugSpec(Switches):
     replay: UserPath | None = Field(
         None, description="runs/NAME of a run with recorded columns, whose responses replace the sampled ones"
     )
-    limits: UserPath | None = Field(
+    late_replies_of: UserPath | None = Field(
         None,
         description="runs/NAME of a run with recorded columns, whose late replies are late here as well "
         "(rollout.late_replies: carry)",

@@ -84,10 +84,10 @@ def _of_episodes(operator: Operator, suffixes: Sequence[str]) -> tuple[Operator,
 
 def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:
     name = spec.algorithm.name
-    if spec.debug.limits is not None and not spec.rollout.carries_late:
+    if spec.debug.late_replies_of is not None and not spec.rollout.carries_late:
         raise UserError(
-            f"debug.limits: {spec.debug.limits} repeats late replies, which rollout.late_replies: await never carries "
-            f"to the next step; remove it, or use carry"
+            f"debug.late_replies_of: {spec.debug.late_replies_of} repeats late replies, which rollout.late_replies: "
+            f"await never carries to the next step; remove it, or use carry"
         )
     if not isinstance(spec.algorithm, PolicySpec) or GENERATE.name not in {each.name for each in graph.operators}:
         raise UserError(f"environment: {name} trains on responses of the data set, which have no turns; remove it")

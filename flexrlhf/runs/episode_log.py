@@ -42,10 +42,10 @@ class EpisodeLog:
         """
         self._directory, self._rank, self._append, self._lock = run / DIRECTORY, rank, append, Lock()
         self._found: dict[str, tuple[int, EpisodeReply]] = {}
-        self._cuts: dict[tuple[int, Key], int] = {}
+        self._cuts: dict[int, dict[Key, int | None]] = {}
         for step, entry in _entries(received, first_step):
             if CUT in entry:
-                self._cuts |= {(step, (taken, row)): number for taken, row, number in entry[CUT]}
+                self._cuts.setdefault(step, {}).update({(taken, row): number for taken, row, number in entry[CUT]})
                 continue
             digest, messages = entry.pop("digest"), tuple((role, text) for role, text in entry.pop("messages"))
             self._found[digest] = step, EpisodeReply(messages, **entry)
@@ -60,10 +60,10 @@ class EpisodeLog:
         found = self._found.get(_digest(call)) if self._found else None
         return None if found is None else found[1]
 
-    def num_received(self, step: int, key: Key) -> int | None:
-        """Return how many replies, that to its reset included, an episode had at the cut that ended the generate of
-        ``step``; None: no record has it."""
-        return self._cuts.get((step, key))
+    def cut(self, step: int) -> Mapping[Key, int | None]:
+        """Return the episodes at the cuts that ended the generates of ``step``, as far as records have them: how many
+        replies, that to its reset included, one had whose next reply was late; None: none was late."""
+        return self._cuts.get(step, {})
 
     def add(self, step: int, replies: Sequence[tuple[EpisodeCall, EpisodeReply]]) -> None:
         """Write the replies that ``step`` has received, except to episodes that failed or are of an evaluation."""
@@ -74,21 +74,21 @@ class EpisodeLog:
         ]
         self._write(step, [each for each in entries if self._found.get(each["digest"], (None,))[0] != step])
 
-    def add_cut(self, step: int, received: Mapping[Key, int]) -> None:
-        """Write how many replies the episodes of a generate of ``step`` had at its end, as ``num_received``."""
-        if received:
-            self._write(step, [{CUT: [[*key, number] for key, number in received.items()]}])
+    def add_cut(self, step: int, episodes: Mapping[Key, int | None]) -> None:
+        """Write the ``episodes`` of a generate of ``step`` at its end, as ``cut`` returns them."""
+        if episodes:
+            self._write(step, [{CUT: [[*key, number] for key, number in episodes.items()]}])
 
     def _write(self, step: int, entries: Sequence[Mapping[str, Any]]) -> None:
         if entries:
-            text = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+            # a line begins with its newline: the one before may be cut off where an earlier start was killed
+            text = "".join("\n" + json.dumps(entry) for entry in entries)
             with self._lock:
                 self._append(self._directory / f"step{step}-rank{self._rank}.jsonl", text)
 
 
 def _entries(directory: Path, first_step: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the lines of all ranks in steps from ``first_step`` on; the last of a file may be cut off where the run was
-    killed."""
+    """Yield the lines of all ranks in steps from ``first_step`` on, without the ones that a kill has cut off."""
     for path in sorted(directory.glob("*.jsonl")):
         named = re.fullmatch(FILE, path.name)
         if named is None or int(named[1]) < first_step:

@@ -14,7 +14,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.errors import UserError
 from flexrlhf.metrics import Triple
-from flexrlhf.operators.columns import Column, plain
+from flexrlhf.operators.columns import plain
 from flexrlhf.operators.graph import Operator
 from flexrlhf.runs.row_file import RowFile
 from flexrlhf.runs.tensor_files import save_tensors
@@ -119,19 +119,16 @@ class RecordedColumns:
             if found is not None and int(found["step"]) >= step and rank in (None, int(found["rank"])):
                 file.unlink()
 
-    def received(self, operator: Operator, step: int, rows: Sequence[int]) -> list[int]:
-        """Return how many replies, that to its reset included, each episode of a generate had at the end of ``step``.
+    def rows_of(self, names: Sequence[str], step: int, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Return the columns ``names`` (n, ...) of ``rows`` of ``step``, for ``debug.late_replies_of``.
 
         Raises UserError if the run has not recorded them.
         """
-        recorded = self.read(step) if rows else {}
-        names = (f"turns{operator.suffix}", f"{Column.REPLIED}{operator.suffix}")
-        for name in names if rows else ():
+        recorded = self.read(step)
+        for name in names:
             if name not in recorded or not set(rows) <= recorded[name].values.keys():
-                raise UserError(f"debug.limits {self.run}: has not recorded all rows of {name} of step {step}")
-        turns, digests = (recorded[name].values if rows else {} for name in names)
-        # a row without a reply to its reset has no digest of one
-        return [int(turns[row]) + int(digests[row][0] != 0) for row in rows]
+                raise UserError(f"debug.late_replies_of {self.run}: has not recorded all rows of {name} of step {step}")
+        return {name: recorded[name].of_rows(rows) for name in names}
 
     def replay(self, operator: Operator, step: int, rows: Sequence[int], store: RowStore) -> None:
         """Replace the rows that a generate ``operator`` wrote in ``store`` by the recorded ones.

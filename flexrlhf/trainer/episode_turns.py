@@ -40,6 +40,11 @@ AddReplies = Callable[[Tensor, Sequence[RowReply]], None]
 LATE_SHARE = 0.05
 """Share of the time since the first token of a generate that a rank waits with nothing to decode: replies that are not
 there then are late."""
+OF_LATE = (
+    *("tokens", "attention_mask", "response_mask", "finished"),
+    *("episode", "turns", Column.TURN_ENDS, Column.REPLIED),
+)
+"""Columns of a generate by which a reply is late at its end."""
 
 
 class EnvironmentCaller:
@@ -53,16 +58,16 @@ class EnvironmentCaller:
         decode: Callable[..., str],
         times: ReplyTimes,
         carries_late: bool = False,
-        limits: RecordedColumns | None = None,
+        late_replies_of: RecordedColumns | None = None,
     ) -> None:
         """
         decode:  tokens to text, special tokens included.
         times:   of replies, for the metrics.
         carries_late: whether the next step goes on with rows whose reply is late.
-        limits:  of another run, whose rows were late where this run's are to be; None: of none.
+        late_replies_of: another run, whose rows were late where this run's are to be; None: none.
         """
         self.settings, self.source, self.tokens, self.times = settings, source, tokens, times
-        self.carries_late, self.limits, self._decode = carries_late, limits, decode
+        self.carries_late, self.late_replies_of, self._decode = carries_late, late_replies_of, decode
         self.late: dict[Key, Future[Received]] = {}
         """Replies to rows that an earlier step has carried on."""
 
@@ -87,7 +92,7 @@ class EnvironmentCaller:
         if not carries:
             return None
         if self.log is not None:
-            self.log.add_cut(step, episodes.num_received)
+            self.log.add_cut(step, episodes.late_after)
         return int(episodes.is_late.sum())
 
     def text(self, tokens: Sequence[int], sampling: Sampling) -> str:
@@ -120,7 +125,7 @@ class _Episodes:
         # rows that go on in the next step since their reply is late, and rows whose reply is awaited by record
         self.is_late, self._is_expected = torch.zeros_like(rows.exists), torch.zeros_like(rows.exists)
         self._carries_late, self._takes = carries_late, bool(rows.is_new.any())
-        self._recorded = self._replies_by_record() if carries_late else {}
+        self._recorded = self._late_by_record() if carries_late else {}
         self.waited = 0.0
         """Time for which this rank had nothing to decode."""
         # when this rank began to decode, and how long it had waited until then
@@ -132,11 +137,11 @@ class _Episodes:
         self._replied: list[list[int]] = [[] for _ in self._taken]
         for place in (rows.exists & rows.has_begun).nonzero().squeeze(1).tolist():
             self._turns[place], self._replied[place] = self._earlier(place)
-        new, encode = (rows.exists & ~rows.has_ended & ~rows.has_begun).nonzero().squeeze(1), caller.tokens.prompt
+        awaiting, encode = rows.awaits_reply(caller.settings.turn_tokens), caller.tokens.prompt
+        new = (awaiting & ~rows.has_begun).nonzero().squeeze(1)
         calls = [(place, Request(self._call(place), partial(encode, self._examples[place]))) for place in new.tolist()]
         self._submit(calls, self._begin)
-        is_whole = rows.has_whole_turn(caller.settings.turn_tokens)
-        self._call_for((rows.exists & ~rows.has_ended & is_whole).nonzero().squeeze(1))
+        self._call_for((awaiting & rows.has_begun).nonzero().squeeze(1))
 
     def due(self, wait: bool) -> Batch | None:
         """Return the rows that have a turn, as of ``RowSource``. In the planned order all rows have ended theirs, and
@@ -172,11 +177,10 @@ class _Episodes:
         self._call_for(places[is_over[places]])
 
     @property
-    def num_received(self) -> dict[Key, int]:
-        """Number of the replies that each row has, that to its reset included."""
-        return {
-            self._key(place): len(self._replied[place]) for place in self._rows.exists.nonzero().squeeze(1).tolist()
-        }
+    def late_after(self) -> dict[Key, int | None]:
+        """Rows at the end, by episode, as of ``OpenRows.late_after``."""
+        found = self._rows.late_after(self._caller.settings.turn_tokens)
+        return {self._key(place): number for place, number in found.items()}
 
     @property
     def _is_cut(self) -> Tensor:
@@ -240,23 +244,24 @@ class _Episodes:
             self._is_busy[self._awaited[replies][0]] = True
 
     def _is_late_by_record(self, place: int, call: EpisodeCall) -> bool:
-        """Whether the step has ended without the reply to the ``call`` of a row before; else, if it has ended with it,
-        the reply is awaited."""
-        number = self._recorded.get(place)
-        if number is None:
+        """Whether the step has ended without the reply to the ``call`` of a row before; else, if it has ended before,
+        the reply is awaited. The row may get further than it did then, but is in no later step than its last one."""
+        if place not in self._recorded:
             return False
         self._is_expected[place] = True
-        return call.number >= number
+        return call.number == self._recorded[place] and not self._rows.has_last_segment[place]
 
-    def _replies_by_record(self) -> dict[int, int]:
-        """Return how many replies rows had at the end of this step where it was executed before, by their places."""
-        log, limits, step = self._caller.log, self._caller.limits, self._sampling.step
-        if limits is not None:
-            return dict(enumerate(limits.received(self._run.operator, step, self._rows.batch.rows.tolist())))
-        found = (
-            {} if log is None else {each: log.num_received(step, self._key(each)) for each in range(len(self._taken))}
-        )
-        return {place: number for place, number in found.items() if number is not None}
+    def _late_by_record(self) -> dict[int, int | None]:
+        """Return the rows of this step where it was executed before, as of ``OpenRows.late_after``."""
+        caller, step, rows, suffix = self._caller, self._sampling.step, self._rows, self._run.operator.suffix
+        if caller.late_replies_of is None or not self._taken:
+            cut = {} if caller.log is None else caller.log.cut(step)
+            keys = map(self._key, range(len(self._taken)))
+            return {place: cut[key] for place, key in enumerate(keys) if key in cut}
+        names = [f"{name}{suffix}" for name in OF_LATE]
+        found = caller.late_replies_of.rows_of(names, step, rows.batch.rows.tolist())
+        state = {name.removesuffix(suffix): values.to(rows.exists.device) for name, values in found.items()}
+        return replace(rows, state=Columns(state)).late_after(caller.settings.turn_tokens)
 
     def _receive_replies(self, condition: str, waits: bool) -> None:
         """Receive the replies that are there. ``waits``: until ``condition`` of ``concurrent.futures.wait`` holds."""
@@ -381,6 +386,6 @@ def make_environment_caller(
     mailbox = Mailbox(world, f"environments/{spec.name}", spec.timeout_seconds)
     most = plan.batch.most_rows(layout) if playing[0].is_free else 1
     source = ReplySource(settings, episodes, log, mailbox, spec.timeout_seconds / 2, most)
-    limits = None if spec.debug.limits is None else RecordedColumns(Path(spec.debug.limits))
+    late_replies_of = None if spec.debug.late_replies_of is None else RecordedColumns(Path(spec.debug.late_replies_of))
     times, carries = ReplyTimes(plan, world), spec.rollout.carries_late
-    return EnvironmentCaller(settings, source, tokens, decode, times, carries, limits)
+    return EnvironmentCaller(settings, source, tokens, decode, times, carries, late_replies_of)

@@ -157,6 +157,17 @@ class OpenRows:
         """Episodes bool (n,) that have the reply to their reset."""
         return self.state[Column.REPLIED][:, 0] != 0 if Column.REPLIED in self.state else ~self.is_new
 
+    def awaits_reply(self, turn_tokens: int | None) -> Tensor:
+        """Episodes bool (n,) whose reset, or whole last turn, has no reply. ``turn_tokens``: of a turn."""
+        return self.exists & ~self.has_ended & (~self.has_begun | self.has_whole_turn(turn_tokens))
+
+    def late_after(self, turn_tokens: int | None) -> dict[int, int | None]:
+        """Return the episodes at the end of the step, by place: how many replies, that to its reset included, one has
+        that awaits the next one; None: it awaits none."""
+        numbers = (self.state["turns"] + self.has_begun).where(self.awaits_reply(turn_tokens), -1).tolist()
+        places = self.exists.nonzero().squeeze(1).tolist()
+        return {place: None if numbers[place] < 0 else numbers[place] for place in places}
+
     def continued(self, places: Tensor, turn_tokens: int | None = None) -> Batch:
         """Return the rows at ``places``, for an engine, with their response so far. ``turn_tokens``: of a turn."""
         width, starts = self.prompt, self.turn_starts[places]
@@ -235,12 +246,15 @@ class OpenRows:
         """Return the columns of all rows at the end of the step, with ``present``: rows that have ended, or had their
         last segment; where rows are not trained on by themselves, all responses to a prompt at once."""
         is_whole = self.exists & (self.has_ended | self.has_last_segment)
+        present = _present(is_whole, self.shape)
+        if "episode" in self.state:
+            assert not (present.bool() & ~self.has_ended).any(), "an episode that goes on is trained on"
         # a row that is trained on is not carried, so its place is empty in the next step
         columns = {
             name: values.where(self.exists.view(-1, *[1] * (values.dim() - 1)), torch.zeros_like(values))
             for name, values in self.state.items()
         }
-        return {**columns, Column.PRESENT: _present(is_whole, self.shape)}
+        return {**columns, Column.PRESENT: present}
 
 
 def whole_responses(run: OperatorRun, batch: Batch, step: int) -> Columns:

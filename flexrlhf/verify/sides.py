@@ -17,7 +17,7 @@ def short_spec(spec: Spec, name: str, directory: Path, steps: int, first: Spec |
     Warm-ups and steps without training of the actor are shortened to fit into so few steps. Rows are late where the
     ``first`` side's were, so that both sample each token with the same weights.
     """
-    limits = None if first is None or not spec.rollout.carries_late else str(first.directory)
+    late_replies_of = None if first is None or not spec.rollout.carries_late else str(first.directory)
     spec = spec.with_defaults("save", "checkpoint")
     changes: dict[str, Any] = {
         "name": name,
@@ -25,7 +25,9 @@ def short_spec(spec: Spec, name: str, directory: Path, steps: int, first: Spec |
         "steps": steps,
         "epochs": None,
         "checkpoint": spec.checkpoint.model_copy(update={"on_signal": False}),
-        "debug": spec.debug.model_copy(update={"record_columns": True, "replay": None, "limits": limits}),
+        "debug": spec.debug.model_copy(
+            update={"record_columns": True, "replay": None, "late_replies_of": late_replies_of}
+        ),
         "eval": spec.eval and spec.eval.model_copy(update={"every": None}),
     }
     algorithm = spec.algorithm

@@ -28,6 +28,7 @@ from flexrlhf.data.order import step_indices
 from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus
 from flexrlhf.metrics import METRICS
+from flexrlhf.operators.outcomes import EPISODE_STATES
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.export import TrainedModel
 from flexrlhf.runs.manifest import Manifest
@@ -279,6 +280,52 @@ def test_a_resumed_run_equals_the_reference(resumptions: Resumptions, pair: Pair
     assert first is None, f"{pair.name}: {first}"
     kept = [(sample["step"], sample["rows"], sample["row"]) for sample in resumptions.resumed(pair).samples]
     assert kept == [(s["step"], s["rows"], s["row"]) for s in resumptions.whole(pair.first).samples], pair.name
+
+
+SERVICE = """
+from pathlib import Path
+from flexrlhf.environments.base import Turn
+
+
+class Service:
+    def reset(self, row, seed):
+        self.turns = 0
+        return ""
+
+    def step(self, reply):
+        self.turns += 1
+        if self.turns == 2 and Path(__file__).with_name("down").exists():
+            raise RuntimeError("the service is down")
+        return Turn(" ", reward=1.0)
+"""
+"""An environment that fails in second turns until its service is up."""
+
+
+def test_a_resumed_row_gets_further_than_its_record(launches: Launches, tmp_path: Path) -> None:
+    """A service is up that was down before, so that episodes go on which had ended: none is trained on before the
+    reply to its last turn. Late replies are carried, and a row's last turn is in its second step."""
+    (tmp_path / "service.py").write_text(SERVICE)
+    (tmp_path / "down").touch()
+    case = Case("remax-episodes", "co-located", 1)
+    raw = yaml.safe_load(launches.assets.spec(case).dump())
+    raw["environment"] = {"path": f"{tmp_path}/service.py:Service", "turn_tokens": 3, "max_failures": 1000}
+    raw["rollout"] |= {"segment_tokens": 4, "max_segments": 2}
+    checkpoint = {"every": NEXT_STEP, "keep_last": 9}
+    raw |= {"name": "service", "runs": str(tmp_path), "checkpoint": checkpoint, "steps": NEXT_STEP + 2}
+    spec = Spec.parse(raw)
+    run_orders([RunOrder(spec)])
+    (tmp_path / "down").unlink()
+    shutil.rmtree(spec.directory / "columns")
+    shutil.rmtree(spec.directory / "actor")
+    run_orders([RunOrder(spec, (RunDirectory(spec.directory).checkpoint(NEXT_STEP).path,))])
+    outcome, furthest = Outcome(case, make_plan(spec)), 0
+    for step in range(NEXT_STEP, spec.steps):
+        columns = outcome.columns(step)
+        for suffix in ("", ".greedy"):
+            is_trained, states = columns["present"].bool(), columns[f"episode{suffix}"]
+            assert not (is_trained & (states == EPISODE_STATES["going on"])).any()
+            furthest += int((is_trained & (columns[f"turns{suffix}"] == 3)).sum())
+    assert furthest > 0
 
 
 @pytest.mark.parametrize("pair", [pytest.param(pair, id=pair.name) for pair in DRAINED])
