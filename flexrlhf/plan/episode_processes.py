@@ -46,6 +46,13 @@ class EpisodeProcesses:
         ]
         return max(counts, default=0)
 
+    def most_calls(self, rank: int) -> int:
+        """Return the most calls of ``rank`` that await replies at the same time; 0: it plays no episodes. If rows go on
+        one by one, each row of all its generates has a call, since some may be late while others are made."""
+        layouts = [layout for layout in self._layouts() if rank in layout.places]
+        is_free = self.plan.spec.rollout.order == "free"
+        return sum(map(self.plan.batch.most_rows, layouts)) if is_free else min(1, len(layouts))
+
     def _layouts(self) -> tuple[Layout, ...]:
         """Return the layouts of the ranks that generate, greedy responses too, and of the ranks that evaluate if any
         do."""

@@ -372,19 +372,12 @@ def make_environment_caller(
     log:     None: the run writes none.
     """
     spec, settings = plan.spec, plan.spec.environment
-    playing = [each for each in plan.graph.operators if each.has_replies]
-    if settings is None or tokens is None or not playing:
+    most = plan.processes.most_calls(world.rank)
+    if settings is None or tokens is None or most == 0:
         return None
-    rank = world.rank
-    layout = plan.placement.copy_for(playing[0]).layout
-    # evaluations run on the trained copy
-    layout = layout if rank in layout.places else plan.placement[playing[0].role].layout
-    if rank not in layout.places:
-        return None
-    is_replayed, count = spec.debug.replay is not None, plan.processes.by_rank().get(rank, 0)
+    is_replayed, count = spec.debug.replay is not None, plan.processes.by_rank().get(world.rank, 0)
     episodes = None if is_replayed else Episodes(settings, count, plan.batch.segments)
     mailbox = Mailbox(world, f"environments/{spec.name}", spec.timeout_seconds)
-    most = plan.batch.most_rows(layout) if playing[0].is_free else 1
     source = ReplySource(settings, episodes, log, mailbox, spec.timeout_seconds / 2, most)
     late_replies_of = None if spec.debug.late_replies_of is None else RecordedColumns(Path(spec.debug.late_replies_of))
     times, carries = ReplyTimes(plan, world), spec.rollout.carries_late

@@ -48,8 +48,8 @@ GAME = "environment={path: game.py:Game, max_turns: 2}"
         ),
         (
             ("debug.late_replies_of=runs/a", "rollout={order: free, segment_tokens: 4}"),
-            "debug.late_replies_of: runs/a repeats late replies, which rollout.late_replies: await never carries to the "
-            "next step; remove it, or use carry",
+            "debug.late_replies_of: runs/a repeats late replies, which rollout.late_replies: await never carries to "
+            "the next step; remove it, or use carry",
         ),
     ],
 )

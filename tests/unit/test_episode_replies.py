@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from small_runs import plan_of
 from torch import distributed as dist
+from transformers import AutoTokenizer
 
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.data.turn_tokens import Replies
+from flexrlhf.data.chat import ChatFormat
+from flexrlhf.data.quickstart.corpus import build_tokenizer
+from flexrlhf.data.turn_tokens import Replies, TurnTokens
 from flexrlhf.environments.base import EpisodeCall
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.errors import RunStopped
-from flexrlhf.trainer.episode_replies import ReplySource, Request
+from flexrlhf.trainer.episode_replies import Received, ReplySource, Request
+from flexrlhf.trainer.episode_turns import make_environment_caller
 
 FILE = Path(__file__).with_name("example_environments.py")
 TURNS: list[tuple[tuple[str, ...], int | None]] = [((), None), (("x",), 9), (("x", "y"), 1)]
@@ -66,3 +72,32 @@ def test_ranks_of_a_replica_receive_the_replies_that_the_first_one_has() -> None
     other.close()
     with pytest.raises(RunStopped, match="the replica's first rank has published no replies"):
         waiting.result()
+
+
+def test_sampled_and_greedy_rows_await_replies_at_the_same_time(tmp_path: Path) -> None:
+    """Replies to all rows of one generate may be late when all rows of the other one call for theirs."""
+    plan = plan_of(
+        *(None, 1, "algorithm={name: remax, prompts_per_step: 4}"),
+        f"environment={{path: '{FILE}:Sleeper', processes: 1}}",
+        "rollout={order: free, segment_tokens: 4, late_replies: carry}",
+    )
+    world = World(0, 1, dist.HashStore(), torch.device("cpu"), "gloo")
+    build_tokenizer(["yes"], tmp_path)
+    tokens = TurnTokens(AutoTokenizer.from_pretrained(tmp_path), ChatFormat(use="never"))
+    caller = make_environment_caller(plan, world, tokens, str, None)
+    assert caller is not None and plan.batch.num_rows == 8
+
+    def submitted(row: int, seconds: str) -> Future[Received]:
+        request = Request(EpisodeCall((0, row), {}, 0, (seconds,)), encode, 9)
+        return caller.source.submit([request], "actor", Replica(True, group=None))
+
+    try:
+        # the first reply says that episodes run at once
+        assert submitted(0, "0").result().rows[0].state == "going on"
+        calls = [submitted(row, "1000") for row in range(1, 1 + 2 * plan.batch.num_rows)]
+        deadline = time.monotonic() + 10
+        while not all(each.running() for each in calls):
+            assert time.monotonic() < deadline, "some await a thread"
+            time.sleep(0.01)
+    finally:
+        caller.close()
