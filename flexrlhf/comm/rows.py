@@ -67,14 +67,19 @@ class RowStore:
         self.arrive([column], rows)
         if not rows:
             # no move sends a column to a replica without rows
-            kind = Column.of(column)
-            width = self.lengths.width(kind)
-            return torch.empty((0,) if width is None else (0, width), dtype=DTYPES[kind.dtype], device=self.device)
+            return self.absent(column, 0)
         blocks, index = self._blocks[column], self._index[column]
         places = [index[row] for row in rows]
         if len(blocks) == 1 and [place for _, place in places] == list(range(len(blocks[0]))):
             return blocks[0]
         return torch.stack([blocks[block][place] for block, place in places])
+
+    def absent(self, column: str, count: int) -> Tensor:
+        """Return the values (count, ...) of rows that nothing has written."""
+        kind = Column.of(column)
+        width = self.lengths.width(kind)
+        shape = (count,) if width is None else (count, width)
+        return torch.full(shape, kind.absent, dtype=DTYPES[kind.dtype], device=self.device)
 
     def arrive(self, columns: Iterable[str], rows: Sequence[int]) -> None:
         """Await the ``rows`` of ``columns`` that are under way, and no others: a later chunk may be far behind."""

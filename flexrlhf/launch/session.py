@@ -215,8 +215,9 @@ class Session:
         """Call an operator on a batch or on some mini-batches of it, a training with an optimizer step for each.
 
         loss:      of a training, in place of the graph's: a name of the package, or ``path/to/file.py:name``.
-        protocol:  takes the ranks of each replica and a range of prompts, returns the prompts of each replica; it may
-                   depend on columns that the program has read. None: as planned.
+        protocol:  takes the ranks of each replica and a range of prompts, numbered among those that a step takes,
+                   returns the prompts of each replica; it may depend on columns that the program has read. None: as
+                   planned.
 
         Returns the batch, with the columns that the operator writes; of a training its metrics. Raises UserError for a
         call whose columns are not there, for a batch of an earlier step, and as ``errors`` has it if ranks have ended.
@@ -290,11 +291,11 @@ class Session:
         return Metrics(self, batch, number) if kind in ("train", *get_args(TrainPart)) else batch
 
     def _parts(self, operator: str, batch: CalledBatch, protocol: SplitPrompts) -> PromptParts:
-        """Return the prompts of each replica in the mini-batches of ``batch``. Raises UserError as a planned one."""
+        """Return the numbers of each replica in the mini-batches of ``batch``. Raises UserError as a planned one."""
         called = batch.called.operator(OperatorCall(operator, batch.parts))
         replicas = self.plan.placement.layout_of(called).replica_sets
         split = TransferProtocol(f"of {operator}", protocol)
-        each = [split.parts(replicas, self.plan.batch.prompts(number)) for number in batch.parts]
+        each = [split.parts(replicas, self.plan.batch.numbers(number)) for number in batch.parts]
         return tuple(tuple(chain.from_iterable(parts)) for parts in zip(*each, strict=True))
 
     def save(self) -> None:

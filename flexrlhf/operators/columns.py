@@ -6,6 +6,7 @@ known from the masks alone, never from the token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -25,6 +26,7 @@ class Column:
 
     width:     numbers per row; "row" is one number, "experts" the bytes of the experts of all tokens.
     quantity:  output of the model in a forward that writes the column.
+    absent:    its numbers in a row that nothing has written.
     """
 
     PRESENT: ClassVar[str] = "present"
@@ -55,6 +57,7 @@ class Column:
     width: Width
     dtype: DType
     quantity: Quantity | None = None
+    absent: float = 0
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -99,8 +102,8 @@ COLUMNS = {
         Column("ref_logprobs", "response", "float32", "logprobs"),
         Column("values", "response+1", "float32", "values"),
         Column("scores", "row", "float32", "scores"),
-        Column("group_scores", "row", "float32"),
-        Column("group_steps", "response", "float32"),
+        Column("group_scores", "row", "float32", absent=math.nan),
+        Column("group_steps", "response", "float32", absent=math.nan),
         Column("token_scores", "response", "float32", "token_scores"),
         Column("step_ends", "response", "uint8"),
         Column("advantages", "response", "float32"),
@@ -115,7 +118,7 @@ COLUMNS = {
         Column("replied", "response+1", "int32"),
         Column("tool_calls", "row", "int32"),
         Column("failed_tool_calls", "row", "int32"),
-        Column("data_position", "row", "int32"),
+        Column("data_position", "row", "int32", absent=-1),
         Column("experts", "experts", "uint8"),
     )
 }

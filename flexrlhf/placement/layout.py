@@ -326,10 +326,14 @@ class BatchShape:
 
     def part(self, layout: Layout, replica: int, mini_batch: int) -> Sequence[int]:
         """Return the prompts of one mini-batch that a replica computes."""
-        numbers = layout.slice(self.numbers(mini_batch), replica, turn=mini_batch, blocks=self.num_blocks)
+        numbers = self.numbers_on(layout, replica, mini_batch)
         if isinstance(numbers, range):
             return self._places(numbers)
         return tuple(prompt for number in numbers for prompt in self._places(range(number, number + 1)))
+
+    def numbers_on(self, layout: Layout, replica: int, mini_batch: int) -> Sequence[int]:
+        """Return the ``numbers`` of one mini-batch that a replica computes."""
+        return layout.slice(self.numbers(mini_batch), replica, turn=mini_batch, blocks=self.num_blocks)
 
     def counts(self, layout: Layout, mini_batch: int) -> tuple[int, ...]:
         """Return the number of prompts of one mini-batch on each replica."""

@@ -3,9 +3,10 @@
     def round_robin(replicas, prompts):
         return [prompts[number :: len(replicas)] for number in range(len(replicas))]
 
-``replicas`` has the ranks of each replica, ``prompts`` is a range of numbers in the step's batch. The rows that an
-operator reads come to these ranks from whichever ranks wrote them, and the rows that it writes leave from there: both
-halves of a protocol of HybridFlow (Sheng et al. 2025, appendix B), distribute and collect, follow from one function.
+``replicas`` has the ranks of each replica, ``prompts`` is a range of numbers of the prompts that a step takes. The rows
+that an operator reads come to these ranks from whichever ranks wrote them, and the rows that it writes leave from
+there: both halves of a protocol of HybridFlow (Sheng et al. 2025, appendix B), distribute and collect, follow from one
+function.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ class OperatorCall:
     mini_batches:  those that it works on.
     loss:          of a training, in place of the graph's; empty: that.
     part:          of a training; empty: an optimizer step on each mini-batch.
-    parts:         prompts of each replica of the operator's model; empty: as planned.
+    parts:         numbers of the prompts of each replica of the operator's model, among those that a step takes; empty:
+                   as planned.
     """
 
     operator: str
@@ -163,7 +164,13 @@ class CalledStep:
             self.written.setdefault(name, []).append(task)
         if not call.parts:
             self.called[task] = self.builder.lag
-        return [*moves, run, *self.builder.moves([task], self.later if self.builder.lag else self.expected)]
+        readers = [*(self.later if self.builder.lag else self.expected), *self._carrying(operator)]
+        return [*moves, run, *self.builder.moves([task], readers)]
+
+    def _carrying(self, writer: Operator) -> list[OperatorTask]:
+        """Return the operators that carry columns of ``writer`` to the next step, in which no row of this one moves."""
+        shape, found = self.builder.shape, (each for each in self.graph.operators if {*each.carries} & {*writer.writes})
+        return [OperatorTask(each, 0, None, 0, called=shape.mini_batches) for each in found]
 
     def has(self, column: str, mini_batches: range) -> bool:
         """Whether ``column`` of all of ``mini_batches`` is of the data or written."""
@@ -205,15 +212,21 @@ class CalledStep:
             )
         if self.before is None or self.before.has_ended:
             return
-        if lacking := self.before._lacking(operator.writes[0], call.mini_batches):
-            raise UserError(
-                f"session: {operator.name} goes on with rows of the step before, for which it has not been called on "
-                f"mini-batch {lacking[0]}; call it there first, or end that step by end_step()"
-            )
+        for name in operator.carries:
+            if lacking := self.before._lacking(name, call.mini_batches):
+                raise UserError(
+                    f"session: {operator.name} goes on with rows of the step before, for which "
+                    f"{self.graph.producers[name].name} has not been called on mini-batch {lacking[0]}; call it there "
+                    f"first, or end that step by end_step()"
+                )
 
     def not_called(self, operator: Operator) -> list[int]:
         """Return the mini-batches that ``operator``, which writes columns, has not been called on."""
         return self._lacking(operator.writes[0], self.builder.shape.mini_batches)
+
+    def uncarried(self, operator: Operator, mini_batches: range) -> set[int]:
+        """Return those of ``mini_batches`` in which nothing has written a column that ``operator`` carries."""
+        return {number for name in operator.carries for number in self._lacking(name, mini_batches)}
 
     def moves_to(self, operator: Operator) -> list[Instruction]:
         """Return the moves of all rows of what ``operator`` reads, as far as it is written, to its ranks."""
@@ -274,11 +287,11 @@ class CalledStep:
         placement, shape = self.builder.placement, self.builder.shape
         layout, others = placement.layout_of(operator), set(shape.mini_batches).difference(call.mini_batches)
         whole = [
-            {*part, *(prompt for m in others for prompt in shape.part(layout, replica, m))}
+            {*part, *(number for m in others for number in shape.numbers_on(layout, replica, m))}
             for replica, part in enumerate(call.parts)
         ]
         protocol = TransferProtocol(
-            f"of {operator.name}", lambda _, prompts: [sorted(part.intersection(prompts)) for part in whole]
+            f"of {operator.name}", lambda _, numbers: [sorted(part.intersection(numbers)) for part in whole]
         )
         layouts = {**placement.layouts, operator.name: replace(layout, protocol=protocol)}
         return replace(placement, layouts=layouts)

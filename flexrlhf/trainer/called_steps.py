@@ -24,6 +24,7 @@ from flexrlhf.strategies.calls import OperatorCall
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
 from flexrlhf.trainer.call_feed import CallFeed, CallMessage
 from flexrlhf.trainer.execution import Execution
+from flexrlhf.trainer.open_rows import carried_columns
 from flexrlhf.trainer.open_steps import CalledSteps
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import make_report
@@ -176,18 +177,18 @@ class CalledTrainer:
         self._open_training()
 
     def _put_uncarried(self, step: int) -> None:
-        """Put columns without values where the next step would go on with rows that the program has not generated, or
-        scored, in this one."""
-        store, called = self._trainer.rows.at(step), self._steps.open[step].called
+        """Put columns of rows that are left out where the program has not generated, or joined, what the next step
+        would go on with; and where it has not scored rows, the scores of the steps before."""
+        rows, called = self._trainer.rows, self._steps.open[step].called
+        store, before = rows.at(step), rows.carried_to(step)
         for run in self._plan.schedule.for_rank(self._rank.rank):
             if isinstance(run, Run) and run.operator.carries:
-                for number in set(called.not_called(run.operator)).intersection(run.mini_batches):
-                    prompts = self._plan.batch.prompts_on(run.layout, self._rank.rank, range(number, number + 1))
-                    rows = self._plan.batch.rows(prompts)
-                    for column in run.operator.carries:
-                        none = store.get(column, ())
-                        missing = torch.nan if column in (Column.GROUP_SCORES, Column.GROUP_STEPS) else 0
-                        store.put(column, rows, none.new_full((len(rows), *none.shape[1:]), missing))
+                # a response without a part of what belongs to it is not gone on with
+                source = None if run.operator.kind == "generate" else before
+                for number in called.uncarried(run.operator, run.mini_batches):
+                    work = self._trainer.work(replace(run, mini_batches=range(number, number + 1)), step)
+                    for column, values in carried_columns(work, step, source, store).items():
+                        store.put(column, work.rows, values)
 
     def _leave_out(self, step: int) -> None:
         """Report the rows that the program has not trained on, as a training of no mini-batch; of those that have not

@@ -123,8 +123,7 @@ def load_rows(plan: Plan, rank: int, rows: StepRows, checkpoint: Path, next_step
                 continue
             ordered, values = sorted(needed), stored.get(f"{step}/{column}", {})
             places = {plan.batch.place_of(*shape.as_taken(row, step)): value for row, value in values.items()}
-            empty = rows.at(step).get(column, ())
-            absent = empty.new_zeros(empty.shape[1:]) - int(column == Column.POSITION)
+            (absent,) = rows.at(step).absent(column, 1)
             if column == Column.PRESENT and not values:
                 # rows that were generated whole are all there
                 places = {row: torch.ones_like(absent) for row in ordered if plan.batch.as_taken(row, step)[0] == step}

@@ -288,8 +288,8 @@ def _carried(run: OperatorRun, batch: Batch, continues: Tensor, before: RowStore
     columns, empty, suffix = Columns(), RowStore(lengths, batch.rows.device), run.operator.suffix
     earlier = batch.rows[continues].tolist()
     for name in dict.fromkeys((*run.operator.writes, *run.operator.carries, LOGPROBS[0])):
-        none, own = empty.get(name, ()), name.removesuffix(suffix)
-        columns[own] = none.new_zeros(len(batch), *none.shape[1:])
+        own = name.removesuffix(suffix)
+        columns[own] = empty.absent(name, len(batch))
         if before is not None and earlier and name in run.operator.carries:
             columns[own][continues] = before.get(name, earlier)
     return columns
@@ -301,14 +301,13 @@ def places_in(run: OperatorRun, batch: Batch) -> Tensor:
     return torch.tensor([place[row] for row in batch.rows.tolist()], dtype=torch.int64, device=batch.rows.device)
 
 
-def carried_scores(run: OperatorRun, step: int, before: RowStore | None, empty: RowStore) -> Columns:
-    """Return the columns (n, ...) that a combine ``run`` carries, of all its rows as far as they ended in steps before;
-    NaN of others."""
+def carried_columns(run: OperatorRun, step: int, before: RowStore | None, empty: RowStore) -> Columns:
+    """Return the columns (n, ...) that ``run`` carries, of all its rows that steps before have taken, as the step
+    ``before`` has them; ``empty`` ones of others."""
     places = [place for place, row in enumerate(run.rows) if run.shape.as_taken(row, step)[0] < step]
     columns = Columns()
     for name in run.operator.carries:
-        none = empty.get(name, ())
-        columns[name] = none.new_full((len(run.rows), *none.shape[1:]), torch.nan)
+        columns[name] = empty.absent(name, len(run.rows))
         if before is not None and places:
             columns[name][places] = before.get(name, [run.rows[place] for place in places])
     return columns

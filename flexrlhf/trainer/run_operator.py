@@ -16,7 +16,7 @@ from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import computed_columns
 from flexrlhf.operators.columns import Column, Lengths, plain
 from flexrlhf.trainer.execution import OperatorRun
-from flexrlhf.trainer.open_rows import OpenRows, carried_scores, earlier_scores, places_in, whole_responses
+from flexrlhf.trainer.open_rows import OpenRows, carried_columns, earlier_scores, places_in, whole_responses
 from flexrlhf.trainer.operator_context import OperatorContext
 from flexrlhf.trainer.prompt_attempts import replace_prompts, take_prompts
 from flexrlhf.trainer.run_training import TRAINING
@@ -165,7 +165,7 @@ def _combine(
         return take_prompts(run, store, context.spec.algorithm, alone)
     if run.operator.joins_responses:
         return whole_responses(run, batch, sampling.step), {}
-    carried = carried_scores(run, sampling.step, before, store)
+    carried = carried_columns(run, sampling.step, before, store)
     combine_context = CombineContext(
         run.parts(store),
         run.model.dp,

@@ -6,7 +6,8 @@ WAY: ``joined``: trainings by forward_backward and optim_step; ``fails``: calls 
 first step, and an error in the second; ``stops``: SIGKILL between the trainings of the third;
 ``primitives``: as configs/primitives.py has it; ``chooses``: trains on steps whose mean score is not above that of the
 step before, on the run's prompts as the program's own, with the rows of the reference split by their lengths,
-and makes calls that are refused; ``skips``: trains at once under a lag, and leaves steps and mini-batches out;
+and makes calls that are refused; ``skips``: trains at once under a lag, and leaves steps, mini-batches and operators
+out; ``forgets``: does not compare the rows of a step, with rows of the reference on other ranks;
 ``scheduled``: in the order of the schedule, with several open batches under a lag; ``stops-late``: the same, and
 SIGKILL before a training, with batches in flight.
 """
@@ -21,6 +22,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 from odd_calls import call_from_everywhere, try_odd_calls
 
 from flexrlhf import Session
@@ -41,8 +43,8 @@ def main(config: str, way: str = "", resume: str | None = None, fails_at: int = 
         if way in ("scheduled", "stops-late"):
             call_as_scheduled(run, stops=way == "stops-late")
             return
-        if way == "skips":
-            skip(run)
+        if way in ("skips", "forgets"):
+            (skip if way == "skips" else forget)(run)
             return
         before, points = None, count()
         for batch in run.prompts(rows_of(run) if way == "chooses" else None):
@@ -108,18 +110,54 @@ def call_as_scheduled(run: Session, stops: bool) -> None:
 
 
 def skip(run: Session) -> None:
-    """Do not train in step 1, call nothing in step 3, and in step 4 the calls before training on one mini-batch."""
-    refused = {(2, "train"): "before all trainings of step 1; ", (4, "generate"): "goes on with rows of the step befo"}
+    """Do not train in step 1, call nothing in step 3, and in step 7 nothing but the two responses; in step 4 all calls
+    but the first are on one mini-batch, without training."""
+    refused = {
+        (2, "train_actor"): "before all trainings of step 1; ",
+        (4, "generate"): "goes on with rows of the step before, for which generate has not been called on mini-batch 0",
+        (5, "generate"): "for which whole has not been called on mini-batch 1",
+        (8, "generate"): "for which whole has not been called on mini-batch 0",
+    }
     for batch in run.prompts():
-        part = batch.mini_batches(run.plan.batch.num_mini_batches)[0] if batch.step == 4 else batch
-        for operator in [] if batch.step == 3 else run.plan.graph.operators:
-            if (sentence := refused.get((batch.step, operator.kind))) is not None:
+        first = batch.mini_batches(run.plan.batch.num_mini_batches)[0]
+        for operator in run.plan.graph.operators[: {3: 0, 7: 2}.get(batch.step)]:
+            part = first if batch.step == 4 and operator.name != "generate" else batch
+            if (sentence := refused.get((batch.step, operator.name))) is not None:
                 with pytest.raises(UserError, match=sentence):
                     run.call(operator.name, part)
                 run.end_step()
-            if operator.kind != "train" or batch.step in (0, 2):
+            if operator.kind != "train" or batch.step not in (1, 4):
                 run.call(operator.name, part)
-    run.end_step()
+
+
+def forget(run: Session) -> None:
+    """Call no advantages in step 2: step 3 has the scores that step 1 has left of prompts that are still there."""
+    shape, found = run.plan.batch, dict[int, list[torch.Tensor]]()
+    for batch in run.prompts():
+        for operator in run.plan.graph.operators:
+            if batch.step != 2 or operator.name not in ("advantages", "train_actor"):
+                split = last_apart if operator.name == "ref_logprobs" else None
+                run.call(operator.name, batch, protocol=split)
+        if batch.step in (1, 3):
+            found[batch.step] = [batch[name] for name in ("group_scores", "group_steps")]
+        if batch.step == 1:
+            runs = (each for each in run.trace().schedule.instructions if isinstance(each, Run))
+            layout = next(each.layout for each in runs if each.operator.name == "ref_logprobs")
+            # all places of the last number of each mini-batch
+            last = [place for number in shape.mini_batches for place in shape.prompts(number)[-shape.num_places :]]
+            assert [*shape.prompts_on(layout, layout.replica_sets[1][0], shape.mini_batches)] == last
+        if batch.step == 3:
+            stayed = shape.as_taken(torch.arange(shape.num_rows), batch.step)[0] <= 1
+            for before, after in zip(found[1], found[3], strict=True):
+                is_known = ~before[stayed].isnan()
+                assert is_known.any() and torch.equal(before[stayed][is_known], after[stayed][is_known])
+            return
+
+
+def last_apart(replicas: Sequence[Sequence[int]], prompts: range) -> list[Sequence[int]]:
+    """Return all prompts but the last for the first of two replicas."""
+    assert len(replicas) == 2
+    return [prompts[:-1], prompts[-1:]]
 
 
 class BugError(Exception):

@@ -26,15 +26,15 @@ pytestmark = pytest.mark.timeout(600)
 PPO, GRPO, REMAX = Case("ptx", "halves", 2), Case("grpo-alone", "six", 2), Case("remax-masked", "pairs", 2)
 LAGGING, CHUNKED = Case("segments-corrected", "lag-2-alone", 2), Case("remax", "lag-chunks", 2)
 EPISODES = Case("grpo-episodes-segments", "halves", 2, "deepspeed-3")
-SKIPPED = Case("grpo-segments", "lag", 2)
+SKIPPED, FORGOTTEN = Case("remax-segments", "lag", 2), Case("grpo-as-ended-process", "co-located", 2)
 SPLIT = Case("grpo-uneven", "co-located", 2)
 
 
-def written(launches: Launches, case: Case, directory: Path, name: str) -> Path:
+def written(launches: Launches, case: Case, directory: Path, name: str, **changes: int) -> Path:
     """Write the config of ``case`` for a run ``name`` in ``directory``."""
     spec = launches.assets.spec(case)
     path = directory / f"{name}.yaml"
-    path.write_text(spec.model_copy(update={"name": name, "runs": str(directory / "runs")}).dump())
+    path.write_text(spec.model_copy(update={"name": name, "runs": str(directory / "runs"), **changes}).dump())
     return path
 
 
@@ -175,16 +175,24 @@ def test_rows_that_a_program_leaves_out_are_accounted_for(launches: Launches, ca
 
 def test_rows_in_segments_that_a_program_leaves_out_are_accounted_for(launches: Launches, tmp_path: Path) -> None:
     """Under a lag, with trainings at once: rows in flight are the carried ones. Rows that have ended and are not
-    trained on are left out, and so are those that no call goes on with."""
-    main(str(written(launches, SKIPPED, tmp_path, "skipped")), "skips")
+    trained on are left out, and so are those that no call goes on with, or without one of their two responses."""
+    main(str(written(launches, SKIPPED, tmp_path, "skipped", steps=9)), "skips")
     found = outcome_at(launches, SKIPPED, tmp_path, "skipped")
     lines = [line["outcomes"] for line in RunDirectory(found.directory).outcomes.read()]
-    assert [line.keys() - {"carried"} for line in lines][:4] == [set(), {"left_out"}, {"trained"}, {"left_out"}]
-    before, skipped, after = found.metrics[2:5]
-    taken = found.plan.batch.num_taken
-    assert skipped["rows_left_out"] == before["rows_in_flight"] + taken and not skipped["rows_in_flight"]
+    assert [line.keys() - {"carried"} for line in lines][:4] == [{"trained"}, {"left_out"}] * 2
+    taken, after = found.plan.batch.num_taken, found.metrics[4]
+    for before, skipped in (found.metrics[2:4], found.metrics[6:8]):
+        assert skipped["rows_left_out"] == before["rows_in_flight"] + taken and not skipped["rows_in_flight"]
     # of the two mini-batches one is new
     assert after["rows_left_out"] == after["rows_in_flight"] == taken / 2
     assert sum(row.get(f"rows_{name}", 0) for row in found.metrics for name in ("trained", "left_out")) == (
         taken * len(found.metrics) - found.metrics[-1]["rows_in_flight"]
     )
+
+
+def test_scores_of_rows_that_have_ended_are_kept_where_a_program_compares_none(
+    launches: Launches, tmp_path: Path
+) -> None:
+    """Scores and rewards of steps that advantages are relative to. A split of the program's own has the numbers of
+    prompts, whose places stay together."""
+    main(str(written(launches, FORGOTTEN, tmp_path, "forgotten")), "forgets")

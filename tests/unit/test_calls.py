@@ -15,6 +15,7 @@ from test_simulate import Fixed
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.launch.session import Session
+from flexrlhf.placement.protocols import TransferProtocol
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.reported_run import plan_of_run
@@ -177,7 +178,7 @@ def test_calls_go_on_with_rows_of_the_step_before() -> None:
     step = begin(plan, before)
     step.add(OperatorCall("generate", first))
     for call, sentence in (
-        (OperatorCall("generate", range(1, 2)), "step before, for which it has not been called on mini-batch 1; call"),
+        (OperatorCall("generate", range(1, 2)), "before, for which generate has not been called on mini-batch 1; call"),
         (OperatorCall("generate", range(1, 2), parts=((4, 5), (6, 7))), "stay on their ranks; call it without a proto"),
     ):
         with pytest.raises(UserError, match=sentence):
@@ -185,6 +186,22 @@ def test_calls_go_on_with_rows_of_the_step_before() -> None:
     # that step goes without
     before.end()
     assert step.add(OperatorCall("generate", range(1, 2)))
+
+
+def test_rows_of_two_responses_go_on_where_both_are_generated() -> None:
+    """On ranks that are split otherwise than those that join them: these move in the first step, too."""
+    remax = "algorithm={name: remax, prompts_per_step: 8, num_mini_batches: 2}"
+    plan = plan_of([1, 1, 1], 2, remax, "rollout.segment_tokens=2")
+    own = TransferProtocol("uneven", lambda _, numbers: [numbers[:-1], numbers[-1:]])
+    layout = replace(plan.placement.layout_of(plan.graph.producers["tokens"]), protocol=own)
+    plan = replace(plan, placement=replace(plan.placement, layouts={"generate": layout}))
+    before = call_all(plan, *(each.name for each in plan.graph.operators[2:]))
+    step = begin(plan, before)
+    with pytest.raises(UserError, match="generate goes on .* for which whole has not been called on mini-batch 0; "):
+        step.add(OperatorCall("generate", plan.batch.mini_batches))
+    moved = traffic(before.add(OperatorCall("whole", plan.batch.mini_batches)))
+    assert moved["present", 1, 0] == moved["tokens", 0, 1] > 0
+    assert step.add(OperatorCall("generate", plan.batch.mini_batches))
 
 
 def test_wrong_calls_are_refused() -> None:
@@ -273,6 +290,13 @@ def test_rows_of_a_call_are_where_a_program_puts_them() -> None:
     *_, run = step.add(OperatorCall("train_actor", range(1), "ptx", part="loss", parts=((3,), (0, 1, 2))))
     assert isinstance(run, Run) and plan.batch.prompts_on(run.layout, 0, everything) == (3, 4, 5)
     assert OperatorCall.of(json.loads(json.dumps(OperatorCall("values", everything, parts=((1,), ())).message))).parts
+    # numbers of prompts, of which each has two places
+    plan = plan_of([1, 1, 1, 1], 2, "algorithm.num_mini_batches=2", "rollout.segment_tokens=4")
+    step = begin(plan)
+    step.add(OperatorCall("generate", everything))
+    *_, run = step.add(OperatorCall("values", range(1), parts=((0, 2), (1, 3))))
+    parts = [plan.batch.prompts_on(run.layout, rank, everything) for rank in (0, 1)] if isinstance(run, Run) else []
+    assert parts == [(0, 1, 4, 5, 8, 9, 10, 11), (2, 3, 6, 7, 12, 13, 14, 15)]
 
 
 def test_every_row_of_a_column_has_one_owner() -> None:
