@@ -43,6 +43,25 @@ def _loss_kl(estimator: str, coefficient: float, **changes: Any) -> Raw:
     return {"place": "loss", "estimator": estimator, "coefficient": coefficient, **changes}
 
 
+def _episodes_in_segments(**rollout: Any) -> Raw:
+    """Episodes of which some are carried over two updates, in the middle of a turn, and some are cut at the last
+    segment."""
+    return _of(
+        "grpo",
+        {
+            **EPISODE_SETTINGS,
+            **_scored({"model": "reward", "weight": 0.1}),
+            "models": {"reward": OWN_TOKENIZER},
+            "rollout": {"segment_tokens": 3, "max_segments": 3, **rollout},
+            "steps": 6,
+        },
+        supervision="process",
+        importance={"cap": 1.1},
+        prompts_per_step=2,
+        stop=["ta", "o n", "i b", "e"],
+    )
+
+
 CLIPS = {"clip_low": 0.05, "clip_high": 0.08}
 """Bounds so narrow that each of them clips some of the tokens."""
 DEFAULTS: dict[str, Raw] = {
@@ -192,22 +211,9 @@ ALGORITHMS: dict[str, Raw] = {
         prompts_per_step=2,
         stop=["ta", "o n", "i b", "e"],
     ),
-    # some episodes are carried over two updates with their keys and values, in the middle of a turn; some are cut at
-    # the last segment
-    "grpo-episodes-segments": _of(
-        "grpo",
-        {
-            **EPISODE_SETTINGS,
-            **_scored({"model": "reward", "weight": 0.1}),
-            "models": {"reward": OWN_TOKENIZER},
-            "rollout": {"segment_tokens": 3, "max_segments": 3, "caches": "kept"},
-            "steps": 6,
-        },
-        supervision="process",
-        importance={"cap": 1.1},
-        prompts_per_step=2,
-        stop=["ta", "o n", "i b", "e"],
-    ),
+    "grpo-episodes-segments": _episodes_in_segments(caches="kept"),
+    # as a program may have them
+    "grpo-episodes-segments-renewed": _episodes_in_segments(),
     # groups whose environment fails are replaced in a further attempt; rows wait for no other row's reply
     "grpo-episodes-dynamic": _of(
         "grpo",

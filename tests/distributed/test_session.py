@@ -25,7 +25,7 @@ from flexrlhf.strategies.instructions import Run
 pytestmark = pytest.mark.timeout(600)
 PPO, GRPO, REMAX = Case("ptx", "halves", 2), Case("grpo-alone", "six", 2), Case("remax-masked", "pairs", 2)
 LAGGING, CHUNKED = Case("segments-corrected", "lag-2-alone", 2), Case("remax", "lag-chunks", 2)
-EPISODES = Case("grpo-episodes-segments", "halves", 2, "deepspeed-3")
+EPISODES = Case("grpo-episodes-segments-renewed", "halves", 2, "deepspeed-3")
 SKIPPED, FORGOTTEN = Case("remax-segments", "lag", 2), Case("grpo-as-ended-process", "co-located", 2)
 SPLIT = Case("grpo-uneven", "co-located", 2)
 
