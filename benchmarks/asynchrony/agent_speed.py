@@ -84,6 +84,7 @@ VARIANTS = (
     Variant("free, cuts and kept caches, lag 2", "free", 2, True, "kept"),
     Variant("free, cuts, late replies carried, lag 0", "free", 0, True, carries=True),
     Variant("free, cuts, late replies carried, lag 2", "free", 2, True, carries=True),
+    Variant("free, cuts, caches kept, late replies carried, lag 2", "free", 2, True, "kept", carries=True),
 )
 
 

@@ -79,12 +79,9 @@ def _compute(run: Run, batch: BatchShape, rows: int) -> tuple[Work, ...]:
     operator, call, texts = run.operator, run.operator.call, 2 if run.operator.extra_loss else 1
     if call is None:
         return ()
-    compares, block, carries = (
-        operator.compares_responses,
-        batch.block_rows,
-        call == "generate" and bool(operator.carries),
-    )
-    return (Compute(call, run.model, rows, batch.samples_per_prompt, texts, compares, block, run.tokens, carries),)
+    compares, block, samples = operator.compares_responses, batch.block_rows, batch.samples_per_prompt
+    carries = call == "generate" and bool(operator.carries)
+    return (Compute(call, run.model, rows, samples, texts, compares, block, run.tokens, carries),)
 
 
 def _largest_call(run: Run, batch: BatchShape, rank: int) -> int:
