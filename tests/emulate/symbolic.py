@@ -208,11 +208,11 @@ class _Run:
         }
 
     def _carried(self, operator: Operator, step: int, row: int) -> list[Value]:
-        """A response goes on from the same prompt's in the step before, which is one place earlier there."""
-        samples = self._spec.algorithm.samples_per_prompt
-        if not step or row // samples % self._spec.num_segments == 0:
+        """A response goes on from its own place in the step before, unless the step takes a prompt for that."""
+        prompt = row // self._spec.algorithm.samples_per_prompt
+        if not step or (step - prompt) % self._spec.num_segments == 0:
             return []
-        return [self._columns[step - 1, column, row - samples] for column in operator.carries]
+        return [self._columns[step - 1, column, row] for column in operator.carries]
 
     def _read(self, step: int, column: str, row: int) -> Value:
         if column in self._graph.inputs:

@@ -113,7 +113,7 @@ EXAMPLES: Examples = {
     "DataSpec.max_response_tokens": (4, 8, 256),
     "SaveSpec.best": (None, None, "eval_reward_mean", "eval_loss"),
     "DebugSpec.replay": ("runs/other", None),
-    "DebugSpec.limits": NOTHING,
+    "DebugSpec.late_replies_of": NOTHING,
     "ModelSource.model": NOTHING,
     **dict.fromkeys([f"{kind}Source.separator" for kind in ("Model", "Function", "Service")], NOTHING),
     "ImportanceSpec.floor": NOTHING,

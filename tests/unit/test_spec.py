@@ -666,9 +666,9 @@ def test_a_ratio_vector_of_the_command_line() -> None:
         ),
         (
             ("rollout.dp=2",),
-            "rollout: unknown key 'dp'; known: adapters, config, cuda_graphs, dtype, engine, groups, kv_tokens, "
-            "late_replies, logprobs, max_restarts, max_segments, noise, order, parity, pp, process, segment_tokens, "
-            "sleep, special_tokens, tp",
+            "rollout: unknown key 'dp'; known: adapters, caches, config, cuda_graphs, dtype, engine, groups, "
+            "kv_tokens, late_replies, logprobs, max_restarts, max_segments, noise, order, parity, pp, process, "
+            "segment_tokens, sleep, special_tokens, tp",
         ),
         (
             ("rollout.engine=torch", "rollout.pp=2"),
