@@ -26,7 +26,7 @@ from flexrlhf.runs.episode_log import DIRECTORY as REPLIES
 from flexrlhf.runs.episode_log import FILE as REPLIES_FILE
 from flexrlhf.runs.flight_log import TIMELINE
 from flexrlhf.runs.recorded_columns import DIRECTORY
-from flexrlhf.runs.token_server import Refused, TokenHandler, TokenServer
+from flexrlhf.serving.token_server import Refused, TokenHandler, TokenServer
 
 BLOCK_BYTES = 1 << 20
 PARTIAL = ".partial"

@@ -31,7 +31,7 @@ from flexrlhf.config.reward_sources import Level
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.rewards.base import ScoreBatch
 from flexrlhf.runs.served_scores import ServedScores
-from flexrlhf.runs.token_server import MOST_CONNECTIONS, Refused, TokenHandler, TokenServer, connection_room
+from flexrlhf.serving.token_server import MOST_CONNECTIONS, Refused, TokenHandler, TokenServer, connection_room
 from flexrlhf.text import counted
 
 MOST_BYTES = 2**28

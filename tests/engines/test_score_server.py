@@ -22,9 +22,10 @@ from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.errors import UserError
 from flexrlhf.rewards.base import Sample, Score, StepScores
 from flexrlhf.rewards.services import HttpService
-from flexrlhf.runs import score_server, token_server
+from flexrlhf.runs import score_server
 from flexrlhf.runs.score_server import ScoreServer
 from flexrlhf.runs.served_scores import FunctionScores, ModelScores, ServedScores
+from flexrlhf.serving import token_server
 from flexrlhf.user_code.call_failures import WarnOnce
 from flexrlhf.user_code.deadline import Deadline
 
