@@ -26,13 +26,12 @@ import atexit
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.secrets import masked
@@ -42,12 +41,10 @@ from flexrlhf.environments.sessions import (
     BLOCKED,
     EnvStep,
     Setup,
-    StepResults,
     children,
     exchange_steps,
     is_stale,
     load,
-    run_steps,
     waiting_limit,
 )
 from flexrlhf.user_code.call_failures import CallFailed, CallFailure
@@ -71,11 +68,12 @@ CLEAN_UP_SECONDS = 10.0
 
 @dataclass(eq=False)
 class _Play:
-    """A call under way in a process that runs episodes at once.
+    """A call that has arrived, until its reply is there.
 
     deadline:   of its reply.
-    turn:       that the process has or receives.
+    turn:       that the process has, or receives next.
     is_replay:  whether that is replayed, up to the turn of the call.
+    is_alone:   whether it is played without others, since its failure was doubtful.
     reply:      once it is there.
     """
 
@@ -83,11 +81,12 @@ class _Play:
     deadline: Deadline
     turn: int
     is_replay: bool = False
+    is_alone: bool = False
     reply: Future[EpisodeReply] = field(default_factory=Future)
 
 
 class EpisodeProcess:
-    """A worker process, and the episodes in it."""
+    """A worker process, and the episodes in it. A thread exchanges turns and replies with it."""
 
     def __init__(self, setup: Setup, limits: ProcessLimits, name: str) -> None:
         self._setup, self._limits, self._name = setup, limits, name
@@ -95,6 +94,7 @@ class EpisodeProcess:
         self._folder: Path | None = None
         self._worker: Worker | None = None
         self.is_async = False
+        """Whether episodes run at once; known once something has been loaded."""
         self.cpu_seconds = 0.0
         """Time that all steps together computed."""
         self._load_failure: CallFailure | None = None
@@ -103,115 +103,141 @@ class EpisodeProcess:
         self._open: set[Key] = set()
         self._children: Mapping[int, int] = {}
         """Processes that episodes have started, as of their last turn."""
-        self._lock = Lock()
-        """Held by whoever calls the process."""
+        self._server = ThreadPoolExecutor(1, "episodes")
         self._arrivals = WorkerContext().Semaphore(0)
         self._arrived: list[_Play] = []
-        self._running: dict[Key, _Play] = {}
         self._guard = Lock()
-        """Of ``_open`` and ``_arrived``."""
-        self._server = ThreadPoolExecutor(1, "episodes")
-        self._num_ends = 0
+        """Of ``_arrived``; all else is used by the thread alone."""
+        self._due: list[_Play] = []
+        """Calls whose turn is to be sent."""
+        self._running: dict[Key, _Play] = {}
+        """Calls whose turn the process has."""
+        self._groups: list[list[_Play]] = []
+        """Calls with doubtful failures, which are played again in groups, one after another and before any others."""
         self._process: int | None = None
         self._is_closing = False
 
-    def replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
-        """Return one reply a call, in order; other threads may call at the same time."""
-        step = max(call.key[0] for call in calls)
-        with self._guard:
-            known = {key for key in self._open if not is_stale(key, step, self._setup.steps)}
-            self._open = known | {call.key for call in calls}
-        replies: list[EpisodeReply] = []
-        while len(replies) < len(calls) and not self.is_async:
-            with self._lock:
-                # whether they are async is stored once something has been loaded
-                if not self.is_async:
-                    replies += map(_decided, self._confirmed(calls[len(replies) :][:1], deadline))
-        replies += self._together(calls[len(replies) :], deadline)
-        with self._guard:
-            self._open -= {call.key for call, reply in zip(calls, replies, strict=True) if call.ends_with(reply)}
-            is_idle = not self._open
-        if is_idle:
-            with self._lock:
-                if not self._open:
-                    self._clean_up(deadline)
-        return replies
-
-    def _together(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
-        """Return the replies to calls of episodes that run at once, with others that are under way."""
+    def submit(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[Future[EpisodeReply]]:
+        """Return the replies to calls, in order, each of which is there by the deadline. From any thread."""
         plays = [_Play(call, deadline, call.number) for call in calls]
         with self._guard:
             self._arrived += plays
         self._arrivals.release()
-        # ends once no call is under way, at once if another one has served these
-        serving = self._server.submit(self._serve)
-        for play in plays:
-            either: tuple[Future[Any], ...] = (play.reply, serving)
-            wait(either, return_when=FIRST_COMPLETED)
-            if not play.reply.done():
-                # what has ended it
-                serving.result()
-        return [play.reply.result() for play in plays]
+        # ends at once if the one before has served these
+        self._server.submit(self._serve).add_done_callback(self._pass_on)
+        return [play.reply for play in plays]
+
+    def close(self) -> None:
+        """End the process, and remove its temporary files; calls under way fail."""
+        self._is_closing = True
+        if self._worker is not None:
+            self._worker.interrupt()
+        self._server.submit(self._close).result()
 
     def _serve(self) -> None:
-        """Exchange steps and replies with the process until no call is under way."""
-        due: list[_Play] = []
-        while True:
-            with self._lock:
-                with self._guard:
-                    if self._is_closing:
-                        return
-                    arrived, self._arrived = self._arrived, []
-                self._running |= {play.call.key: play for play in arrived}
-                due = [play for play in (*due, *arrived) if play.call.key in self._running]
-                late = [play for play in self._running.values() if play.deadline.left() <= 0]
-                for play in late:
-                    self._finish(play, self._failed(play, play.deadline.failure()))
-                if not self._running:
-                    return
-                due = self._exchange([play for play in due if play not in late])
+        """Exchange turns and replies with the process until no call is under way."""
+        while not self._is_closing:
+            self._take()
+            if not (self._due or self._running):
+                break
+            self._exchange(self._next())
+        if not self._open:
+            self._clean_up()
 
-    def _exchange(self, due: Sequence[_Play]) -> list[_Play]:
-        """Send the turns of ``due``, and receive replies to any under way; return the plays that have a next turn."""
-        found = self._exchanged(due)
-        following, doubtful = list[_Play](), list[tuple[_Play, EpisodeReply]]()
-        for play, reply in found:
+    def _pass_on(self, serving: Future[None]) -> None:
+        """Pass an error of the thread on to all calls."""
+        if (error := serving.exception()) is not None:
+            for play in self._all():
+                play.reply.set_exception(error)
+            self._due, self._running = [], {}
+
+    def _close(self) -> None:
+        self._take()
+        for play in self._all():
+            self._fail(play, CallFailure("late", "its process has been closed"))
+        self._end()
+        self._directory.close()
+        atexit.unregister(self._directory.close)
+        self._folder = self._worker = None
+        self._is_closing = False
+
+    def _all(self) -> list[_Play]:
+        return [*self._running.values(), *self._due]
+
+    def _take(self) -> None:
+        """Take the calls that have arrived, and end the ones whose deadline has passed."""
+        with self._guard:
+            arrived, self._arrived = self._arrived, []
+        if arrived:
+            step = max(play.call.key[0] for play in arrived)
+            known = {key for key in self._open if not is_stale(key, step, self._setup.steps)}
+            self._open = known | {play.call.key for play in arrived}
+            self._due += arrived
+        for play in self._all():
+            if play.deadline.left() <= 0:
+                self._fail(play, play.deadline.failure())
+
+    def _next(self) -> list[_Play]:
+        """Return the calls whose turns are sent now: all that are due, or the first if turns run one after another."""
+        due = self._due
+        if self._groups:
+            group = self._groups[0]
+            due = (
+                [play for play in due if play in group] if all(each in group for each in self._running.values()) else []
+            )
+        return due if self.is_async else due[: 0 if self._running else 1]
+
+    def _exchange(self, sent: Sequence[_Play]) -> None:
+        """Send the turns of ``sent``, and receive replies to any under way."""
+        begun = self._begun | {play.call.key for play in sent}
+        doubtful = list[tuple[_Play, EpisodeReply]]()
+        for play, reply in self._exchanged(sent):
             decided = reply if not play.is_replay else self._replayed(play.call, play.turn, reply)
             if decided is None and not play.is_replay and (failure := self._load(play.deadline)) is not None:
                 decided = EpisodeReply(failure=failure)
             if decided is None:
                 play.turn, play.is_replay = (play.turn + 1 if play.is_replay else 0), True
-                following.append(play)
+                self._due.insert(0, play)
             elif _kind(decided) in DOUBTFUL:
                 doubtful.append((play, decided))
             else:
                 self._finish(play, decided)
-        if doubtful:
-            before = self._num_ends
-            calls, replies = [play.call for play, _ in doubtful], [reply for _, reply in doubtful]
-            last = max((play.deadline for play, _ in doubtful), key=lambda deadline: deadline.end)
-            others = bool(self._begun - {call.key for call in calls})
-            for (play, _), reply in zip(doubtful, self._settled(calls, replies, others, last), strict=True):
-                self._finish(play, _decided(reply))
-            if self._num_ends > before:
-                # the others have lost their process
-                following = list(self._running.values())
-                for play in following:
-                    play.turn, play.is_replay = play.call.number, False
-        return following
+        if any(_kind(reply) in EXHAUSTED for _, reply in doubtful):
+            self._end()
+        plays = [play for play, _ in doubtful]
+        if len(plays) == 1 and (plays[0].is_alone or begun == {plays[0].call.key}):
+            self._finish(*doubtful[0])
+        else:
+            self._confirm(plays)
 
-    def _exchanged(self, due: Sequence[_Play]) -> list[tuple[_Play, EpisodeReply | None]]:
-        """Return the plays whose turns have a reply; None if the process does not have the episode."""
-        self._begun |= {play.call.key for play in due}
+    def _confirm(self, plays: Sequence[_Play]) -> None:
+        """Play calls with doubtful failures again, by halves, then alone."""
+        self._leave_groups(plays)
+        half = (len(plays) + 1) // 2
+        groups = [list(part) for part in (plays[:half], plays[half:]) if part]
+        for play in plays:
+            play.turn, play.is_replay, play.is_alone = play.call.number, False, [play] in groups
+        self._groups[:0], self._due[:0] = groups, plays
+
+    def _leave_groups(self, plays: Sequence[_Play]) -> None:
+        left = [[play for play in group if play not in plays] for group in self._groups]
+        self._groups = [group for group in left if group]
+
+    def _exchanged(self, sent: Sequence[_Play]) -> list[tuple[_Play, EpisodeReply | None]]:
+        """Return the calls whose turns have a reply; None if the process does not have the episode."""
+        self._due = [play for play in self._due if play not in sent]
+        self._running |= {play.call.key: play for play in sent}
+        self._begun |= {play.call.key for play in sent}
         last = max((play.deadline for play in self._running.values()), key=lambda deadline: deadline.end)
-        seconds = waiting_limit(self._setup.seconds) + GRACE_SECONDS
-        sent = [_step(play.call, play.turn) for play in due]
+        seconds = waiting_limit(self._setup.seconds) + GRACE_SECONDS if self.is_async else self._setup.seconds
+        steps = [_step(play.call, play.turn) for play in sent]
         replies: dict[Key, EpisodeReply | None] = {}
         failure = CallFailure(BLOCKED, f"took longer than {self._setup.seconds:g} s")
         try:
             before = self._process
-            results = self._started().run(exchange_steps, self._setup, sent, seconds=seconds, deadline=last)
-            self._receive(results)
+            results = self._started().run(exchange_steps, self._setup, steps, seconds=seconds, deadline=last)
+            self._children, self._process = results.children, results.process
+            self.cpu_seconds += results.cpu_seconds
             replies, is_ended = dict(results.replies), results.is_blocked
             if self._process != before and len(self._running) > len(sent):
                 # another one has taken this call: the calls under way have ended with theirs
@@ -224,86 +250,28 @@ class EpisodeProcess:
             elif len(self._running) == 1:
                 failure = replace(failure, kind="timeout")
         if is_ended:
-            self._end()
             replies |= {key: EpisodeReply(failure=failure) for key in self._running.keys() - replies.keys()}
-        found = [(self._running[key], reply) for key, reply in replies.items()]
+        found = [(self._running.pop(key), reply) for key, reply in replies.items() if key in self._running]
+        if is_ended:
+            self._end()
         return [
             (play, reply and replace(reply, failure=self._named(play.call, play.turn, reply.failure)))
             for play, reply in found
         ]
 
-    def _receive(self, results: StepResults) -> None:
-        self._children, self._process = results.children, results.process
-        self.cpu_seconds += results.cpu_seconds
-
-    def _failed(self, play: _Play, failure: CallFailure) -> EpisodeReply:
-        return EpisodeReply(failure=self._named(play.call, play.turn, failure))
+    def _fail(self, play: _Play, failure: CallFailure) -> None:
+        self._finish(play, EpisodeReply(failure=self._named(play.call, play.turn, failure)))
 
     def _finish(self, play: _Play, reply: EpisodeReply) -> None:
-        del self._running[play.call.key]
+        """End a call with its reply, after all doubts: an episode that blocked its process alone has taken too long."""
+        if reply.failure is not None and reply.failure.kind == BLOCKED:
+            reply = replace(reply, failure=replace(reply.failure, kind="timeout"))
+        self._running.pop(play.call.key, None)
+        self._due = [each for each in self._due if each is not play]
+        self._leave_groups([play])
+        if play.call.ends_with(reply):
+            self._open.discard(play.call.key)
         play.reply.set_result(reply)
-
-    def close(self) -> None:
-        """End the process, and remove its temporary files; calls under way have failed."""
-        self._is_closing = True
-        self._arrivals.release()
-        with self._lock:
-            with self._guard:
-                arrived, self._arrived = self._arrived, []
-                self._is_closing = False
-            for play in (*self._running.values(), *arrived):
-                play.reply.set_result(self._failed(play, CallFailure("late", "its process has been closed")))
-            self._running.clear()
-            self._end()
-            self._directory.close()
-            atexit.unregister(self._directory.close)
-            self._folder = self._worker = None
-
-    def _confirmed(
-        self, calls: Sequence[EpisodeCall], deadline: Deadline, is_second: bool = False
-    ) -> list[EpisodeReply]:
-        """Return replies of calls that run together."""
-        others = bool(self._begun - {call.key for call in calls})
-        return self._settled(calls, self._replies(calls, deadline), others, deadline, is_second)
-
-    def _settled(
-        self,
-        calls: Sequence[EpisodeCall],
-        replies: list[EpisodeReply],
-        others: bool,
-        deadline: Deadline,
-        is_second: bool = False,
-    ) -> list[EpisodeReply]:
-        """Return ``replies`` of calls that ran together; doubtful failures are confirmed by halves, then alone.
-
-        others:     whether the process had other episodes.
-        is_second:  whether this is a confirmation.
-        """
-        doubtful = [index for index, reply in enumerate(replies) if _kind(reply) in DOUBTFUL]
-        if any(_kind(replies[index]) in EXHAUSTED for index in doubtful):
-            self._end()
-        half = (len(doubtful) + 1) // 2
-        again = [doubtful[:half], doubtful[half:]] if len(calls) > 1 else [doubtful if others and not is_second else []]
-        for part in filter(None, again):
-            found = self._confirmed([calls[index] for index in part], deadline, is_second=True)
-            for index, reply in zip(part, found, strict=True):
-                replies[index] = reply
-        return replies
-
-    def _replies(self, calls: Sequence[EpisodeCall], deadline: Deadline) -> list[EpisodeReply]:
-        """Return replies of calls that run together; episodes that the process does not have are replayed."""
-        last = {index: call.number for index, call in enumerate(calls)}
-        found = self._run_steps(calls, last, deadline)
-        replies = {index: reply for index, reply in found.items() if reply is not None}
-        absent = [index for index in last if index not in replies]
-        if absent and (failure := self._load(deadline)):
-            replies |= {index: EpisodeReply(failure=failure) for index in absent}
-        for turn in range(max((last[index] + 1 for index in absent), default=0)):
-            due = {index: turn for index in absent if index not in replies and turn <= last[index]}
-            for index, reply in self._run_steps(calls, due, deadline).items():
-                if (decided := self._replayed(calls[index], turn, reply)) is not None:
-                    replies[index] = decided
-        return [replies[index] for index in last]
 
     def _replayed(self, call: EpisodeCall, turn: int, reply: EpisodeReply | None) -> EpisodeReply | None:
         """Return the reply to ``call`` by the ``reply`` to a turn of its replay; None if another turn follows."""
@@ -319,37 +287,6 @@ class EpisodeProcess:
         if failure is not None:
             return EpisodeReply(failure=failure)
         return reply if turn == call.number else None
-
-    def _run_steps(
-        self, calls: Sequence[EpisodeCall], turns: Mapping[int, int], deadline: Deadline
-    ) -> dict[int, EpisodeReply | None]:
-        """Return the replies to turns, by place of their calls; None if the process does not have the episode."""
-        if not turns:
-            return {}
-        self._begun |= {calls[index].key for index in turns}
-        sent = [_step(calls[index], turn) for index, turn in turns.items()]
-        seconds = waiting_limit(self._setup.seconds) + GRACE_SECONDS if self.is_async else self._setup.seconds
-        replies: Sequence[EpisodeReply | None] = [EpisodeReply(failure=deadline.failure())] * len(sent)
-        if deadline.left() > 0:
-            try:
-                worker = self._started()
-                results = worker.run(run_steps, self._setup, sent, seconds=seconds, deadline=deadline)
-                replies = [results.replies[step.key] for step in sent]
-                self._receive(results)
-                if results.is_blocked:
-                    self._end()
-            except CallFailed as error:
-                # also its pipe, to which it may have written
-                self._end()
-                failure = error.failure
-                if failure.kind == "timeout":
-                    kind = "timeout" if len(sent) == 1 else BLOCKED
-                    failure = CallFailure(kind, f"took longer than {self._setup.seconds:g} s")
-                replies = [EpisodeReply(failure=failure)] * len(sent)
-        return {
-            index: reply and replace(reply, failure=self._named(calls[index], turn, reply.failure))
-            for (index, turn), reply in zip(turns.items(), replies, strict=True)
-        }
 
     def _load(self, deadline: Deadline) -> CallFailure | None:
         """Load the environment; return why it does not load. Loading that takes too long is not tried again."""
@@ -387,25 +324,29 @@ class EpisodeProcess:
             self._folder.mkdir(mode=0o700)
             paid = WorkerContext().Value("d", 0.0)
             self._worker = Worker(partial(begin_limited, self._limits, str(self._folder), paid, self._arrivals))
+            if self._is_closing:
+                self._worker.interrupt()
         return self._worker
 
-    def _clean_up(self, deadline: Deadline) -> None:
+    def _clean_up(self) -> None:
         """Follow the end of all episodes: a process that still has children is ended."""
         if self._begun:
             self._begun = {EARLIER}
-        if self._children and deadline.left() > 0:
-            try:
-                left: Mapping[int, int] = self._started().run(
-                    children, self._setup, seconds=CLEAN_UP_SECONDS, deadline=deadline
-                )
-            except CallFailed:
-                left = self._children
-            if left:
+        if self._children:
+            deadline = Deadline.after(CLEAN_UP_SECONDS)
+            with suppress(CallFailed):
+                self._children = self._started().run(children, self._setup, seconds=CLEAN_UP_SECONDS, deadline=deadline)
+            if self._children:
                 self._end()
 
     def _end(self) -> None:
-        """End the process with its episodes, what these have started, and their temporary files."""
-        self._num_ends += 1
+        """End the process with its episodes, what these have started, and their temporary files.
+
+        Calls that it had are sent to another one, which replays their episodes.
+        """
+        for play in self._running.values():
+            play.turn, play.is_replay = play.call.number, False
+        self._due, self._running = self._all(), {}
         self._process = None
         if self._worker is not None:
             self._worker.close()
@@ -422,13 +363,6 @@ def make_process(settings: EnvironmentSpec, steps: int = 1) -> EpisodeProcess:
     options = json.dumps(settings.options, default=str)
     setup = Setup(settings.path, settings.tools, options, settings.tool_format, settings.timeout_seconds, steps)
     return EpisodeProcess(setup, ProcessLimits(settings.memory_mb, settings.open_files), settings.name)
-
-
-def _decided(reply: EpisodeReply) -> EpisodeReply:
-    """Return a reply after all doubts: an episode that blocked its process alone has taken too long."""
-    if reply.failure is None or reply.failure.kind != BLOCKED:
-        return reply
-    return replace(reply, failure=replace(reply.failure, kind="timeout"))
 
 
 def _kind(reply: EpisodeReply) -> str:

@@ -36,20 +36,17 @@ class Episodes:
         with self._lock:
             shares = self._shares(calls)
         deadline = Deadline.after(seconds, "replies of environments")
-        with ThreadPoolExecutor(len(shares)) as threads:
-            done = threads.map(
-                lambda share: share[0].replies([calls[index] for index in share[1]], deadline), shares.items()
-            )
-            replies = {
-                index: reply
-                for share, part in zip(shares.values(), done, strict=True)
-                for index, reply in zip(share, part, strict=True)
-            }
+        given = {
+            index: reply
+            for process, places in shares.items()
+            for index, reply in zip(places, process.submit([calls[index] for index in places], deadline), strict=True)
+        }
+        replies = [given[index].result() for index in range(len(calls))]
         with self._lock:
-            for index, reply in replies.items():
-                if calls[index].ends_with(reply):
-                    del self._places[calls[index].key]
-        return [replies[index] for index in range(len(calls))]
+            for call, reply in zip(calls, replies, strict=True):
+                if call.ends_with(reply):
+                    del self._places[call.key]
+        return replies
 
     @property
     def are_concurrent(self) -> bool:

@@ -108,15 +108,11 @@ class StepResults:
     process: int
 
 
-def run_steps(setup: Setup, steps: Sequence[EnvStep]) -> StepResults:
-    """Run one step of each of some sessions."""
-    replies = _sessions(setup).run(steps)
-    return _sessions(setup).results({step.key: reply for step, reply in zip(steps, replies, strict=True)})
-
-
 def exchange_steps(setup: Setup, steps: Sequence[EnvStep]) -> StepResults:
-    """Begin one step of each of some sessions, ``async`` ones, and return the replies that are there since the last
-    exchange; await the first of them, or the news that another step has arrived."""
+    """Begin one step of each of some sessions, and return the replies that are there since the last exchange.
+
+    ``async`` sessions await the first of them, or the news that another step has arrived; other ones run their steps.
+    """
     return _sessions(setup).results(_sessions(setup).exchange(steps))
 
 
@@ -167,36 +163,12 @@ class _Sessions:
         self._computed = sum(os.times()[:4])
         return caught.failure or self._loop is not None
 
-    def run(self, steps: Sequence[EnvStep]) -> Sequence[EpisodeReply | None]:
-        if self._make is None:
-            return [None] * len(steps)
-        if self._loop is None:
-            return [_at_once(self._reply(step)) for step in steps]
-        tasks: list[asyncio.Task[EpisodeReply | None]] = []
-
-        async def together() -> None:
-            tasks.extend(asyncio.create_task(self._reply(step)) for step in steps)
-            await asyncio.wait(tasks)
-
-        try:
-            asyncio.run_coroutine_threadsafe(together(), self._loop).result(waiting_limit(self._setup.seconds))
-        except TimeoutError:
-            # one does not end when it is cancelled, or blocks all others, or has ended the loop
-            running = asyncio.current_task(self._loop)
-            has_loop = self._loop.is_running() and bool(tasks)
-            self.is_blocked = running is not None or not has_loop
-            if not tasks:
-                return [self._late(is_certain=False) for _ in steps]
-            return [
-                task.result() if task.done() else self._late(is_certain=has_loop and running in (None, task))
-                for task in tasks
-            ]
-        return [task.result() for task in tasks]
-
     def exchange(self, steps: Sequence[EnvStep]) -> dict[tuple[int, int], EpisodeReply | None]:
-        """Begin ``steps``, and return the replies that are there."""
-        if self._make is None or self._loop is None:
+        """Begin ``steps``, and return the replies that are there; ``steps`` that are not ``async`` are run."""
+        if self._make is None:
             return {step.key: None for step in steps}
+        if self._loop is None:
+            return {step.key: _at_once(self._reply(step)) for step in steps}
         for step in steps:
             coroutine = self._reply(step)
             result = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -215,7 +187,7 @@ class _Sessions:
             if key not in done and time.monotonic() - each.began >= limit
         }
         if late:
-            # as in ``run``
+            # one does not end when it is cancelled, or blocks all others, or has ended the loop
             running, has_loop = asyncio.current_task(self._loop), self._loop.is_running()
             self.is_blocked = running is not None or not has_loop
             for key, each in late.items():

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -37,6 +37,8 @@ class Worker:
         self._start = start
         self._pool: ProcessPool | None = None
         self._starter: ThreadPoolExecutor | None = None
+        self._call = Future[Any]()
+        self._is_interrupted = False
 
     def load(self, load: Callable[[], T], deadline: Deadline) -> T:
         """Run ``load`` in the process. Raises CallFailed, of kind ``late`` or one that begins with ``load``."""
@@ -63,8 +65,12 @@ class Worker:
             raise CallFailed(deadline.failure())
         future: Future[T] = Future()
         try:
-            future = self._schedule(function, args, limit)
+            self._call = future = self._schedule(function, args, limit)
+            if self._is_interrupted:
+                future.cancel()
             error = future.exception(timeout=max(0.0, min(limit + START_SECONDS, deadline.left())))
+        except CancelledError:
+            raise CallFailed(CallFailure("late", "its process has been closed")) from None
         except (TimeoutError, BrokenProcessPool) as unfinished:
             error = unfinished
         match error:
@@ -95,8 +101,14 @@ class Worker:
         if self._pool is not None:
             self._pool.stop()
 
+    def interrupt(self) -> None:
+        """End the call under way, or the next one, before ``close``. From another thread."""
+        self._is_interrupted = True
+        self._call.cancel()
+
     def close(self) -> None:
         """End the process, and all that it has started."""
+        self._is_interrupted = False
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()

@@ -85,9 +85,10 @@ class Together:
 
 
 class Sleeper:
-    """Replies after the time that the policy says, in seconds; it may die in place of that."""
+    """Replies after the time that the row and the policy say, in seconds; it may die in place of that."""
 
     async def reset(self, row: dict[str, Any], seed: int) -> str:
+        await asyncio.sleep(row.get("seconds", 0))
         return str(os.getpid())
 
     async def step(self, reply: str) -> Turn:

@@ -226,8 +226,8 @@ from flexrlhf.user_code.deadline import Deadline
 
 if __name__ == "__main__":
     process = make_process(EnvironmentSpec(path="writer.py:Writer"))
-    (reply,) = process.replies([EpisodeCall((0, 0), {}, 0)], Deadline.after(60))
-    print(reply.failure, flush=True)
+    (reply,) = process.submit([EpisodeCall((0, 0), {}, 0)], Deadline.after(60))
+    print(reply.result().failure, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 WRITER = """

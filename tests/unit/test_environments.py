@@ -127,19 +127,21 @@ def test_episodes_are_closed() -> None:
 
 
 def test_calls_of_async_episodes_join_the_ones_under_way() -> None:
-    """One process sleeps for all of them at once, and each has its reply when it is there; if one ends the process, the
-    others are replayed in another one."""
+    """One process sleeps for all of them at once, and each has its reply when it is there, also during the first call;
+    if one ends the process, the others are replayed in another one."""
     episodes = Episodes(EnvironmentSpec(path=own("Sleeper")), 1)
     began, ends = 0.0, dict[int, float]()
 
     def reply(row: int, *turns: str) -> EpisodeReply:
-        (found,) = episodes.replies([EpisodeCall((1, row), {}, 0, turns)], 60.0)
+        (found,) = episodes.replies([EpisodeCall((1, row), {} if row else {"seconds": 1.5}, 0, turns)], 60.0)
         ends[row] = time.monotonic() - began
         return found
 
     try:
         with ThreadPoolExecutor(12) as threads:
-            first = {each.messages for each in threads.map(reply, range(12))}
+            slow = threads.submit(reply, 0)
+            first = {each.messages for each in threads.map(reply, range(1, 12))}
+            assert not slow.done() and slow.result().messages in first
             began = time.monotonic()
             late = threads.submit(reply, 0, "2")
             time.sleep(0.2)
@@ -162,6 +164,21 @@ def test_all_replies_are_there_by_the_deadline() -> None:
         assert "row 2, reset: not all replies of environments within 1 s" in str(replies[2].failure)
     finally:
         episodes.close()
+
+
+def test_closing_awaits_no_reply() -> None:
+    """Neither that of the call under way, which hangs, nor others behind it."""
+    episodes = Episodes(EnvironmentSpec(path=own("Late")), 1)
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(episodes.replies, [EpisodeCall((0, row), {}, 0) for row in range(3)], 60.0)
+        time.sleep(1)
+        began = time.monotonic()
+        episodes.close()
+        assert time.monotonic() - began < 5
+        failures = [reply.failure for reply in found.result()]
+    assert [(each.kind, each.text.rpartition(": ")[2]) for each in failures if each is not None] == [
+        ("late", "its process has been closed")
+    ] * 3
 
 
 @pytest.mark.parametrize(

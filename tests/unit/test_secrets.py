@@ -300,7 +300,7 @@ def test_an_episode_reads_variables_and_its_failures_have_their_names(tmp_path: 
     check_variables(settings)
     process = make_process(settings)
     calls = [EpisodeCall((0, 0), {}, 1, turns) for turns in ((), ("a",))]
-    first, second = [process.replies([call], Deadline.after(60))[0] for call in calls]
+    first, second = [process.submit([call], Deadline.after(60))[0].result() for call in calls]
     process.close()
     assert first.messages[0][1] == f"{SECRET}<{SECRET}>"
     assert second.failure is not None and f"raised ValueError: {token}<{token}>" in second.failure.text
