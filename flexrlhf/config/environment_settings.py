@@ -45,8 +45,10 @@ class EnvironmentSpec(StrictModel):
     turn_tokens: int | None = Field(None, ge=1, description="tokens that a turn may have; null: what is left")
     tool_format: str = Field(
         "hermes",
-        description="how calls of tools are written: hermes (Qwen's), llama3, or a regular expression with the group "
-        "name (not needed for an only tool) and the group arguments (JSON), or one for each argument (text)",
+        description="how calls of tools are written: hermes (Qwen's), qwen3_coder, llama3, pythonic (Llama 4, LFM2, "
+        "Olmo 3), mistral, deepseek_v3, glm45, kimi_k2, functiongemma, gemma4, phi4_mini, harmony (gpt-oss), or a "
+        "regular expression with the group name (not needed for an only tool) and the group arguments (JSON), or one "
+        "for each argument (text)",
     )
     processes: int = Field(4, ge=1, le=16384, description="processes of all ranks; an episode has one at a time")
     timeout_seconds: float = Field(30.0, ge=LEAST_SECONDS, description="limit of one reply; its process is then ended")
@@ -105,5 +107,18 @@ class EnvironmentSpec(StrictModel):
         return value
 
 
-ToolFormat = Literal["hermes", "llama3"]
+ToolFormat = Literal[
+    "hermes",
+    "qwen3_coder",
+    "llama3",
+    "pythonic",
+    "mistral",
+    "deepseek_v3",
+    "glm45",
+    "kimi_k2",
+    "functiongemma",
+    "gemma4",
+    "phi4_mini",
+    "harmony",
+]
 """Known forms of calls of tools."""

@@ -1,89 +1,80 @@
 """Calls of tools in the text of a turn. Worker processes load this: the standard library alone.
 
-| form        | a call                                                                                            |
-|-------------|---------------------------------------------------------------------------------------------------|
-| ``hermes``  | ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and Hermes write it         |
-| ``llama3``  | ``{"name": ..., "parameters": {...}}``, several with ``;`` between, also behind ``<|python_tag|>`` |
-| another one | a match of this regular expression with the groups ``name``, which the call of an only tool need  |
-|             | not have, and, in JSON, ``arguments``; further groups with names are arguments that are texts     |
-
-Calls inside of thoughts, ``<think>...</think>``, are none, except for a regular expression, which finds what it finds.
+A form is one of ``flexrlhf/environments/call_forms.py``, or a regular expression: each match is a call, with the groups
+``name``, which the call of an only tool need not have, and, in JSON, ``arguments``; further groups with names are
+arguments that are texts. Calls inside of thoughts are none, except for an expression, which finds what it finds.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_LLAMA_TAG = "<|python_tag|>"
-_LLAMA_BARE = re.compile(r'\s*\{\s*"(name|parameters|arguments)"\s*:')
+from flexrlhf.environments.call_forms import (
+    THINK,
+    CallRead,
+    FailedCall,
+    ReplyParts,
+    TextParameters,
+    ToolCall,
+    no_json,
+    read_call,
+    reply_parts,
+    split_thoughts,
+)
+from flexrlhf.serving.model_calls import CalledFunction
+
 ONLY = "(the only tool)"
 """Name in a call by an expression without the group ``name``."""
-_SHOWN = 200
-"""Characters of a call that an error quotes."""
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """Call of a tool: its name, and its arguments by name."""
-
-    name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
-class _FailedCall(ValueError):
-    """Text that begins a call and is none."""
-
-
-def parse_calls(text: str, form: str) -> tuple[list[ToolCall], list[str]]:
+def parse_calls(text: str, form: str, parameters: TextParameters | None = None) -> tuple[list[ToolCall], list[str]]:
     """Return the calls in the text of a turn, and a sentence for each one that cannot be read.
 
     A call without arguments has none; a text without calls has neither calls nor errors.
+    parameters:  the ones whose values are texts, by tool, for forms whose values have no types
     """
-    found = {"hermes": _hermes, "llama3": _llama3}.get(form)
-    each = _by_expression(text, form) if found is None else found(_without_thoughts(text))
-    parsed = list(each)
+    calls = _parts(text, form, False, parameters or {}).calls
     return (
-        [call for call in parsed if isinstance(call, ToolCall)],
-        [str(error) for error in parsed if isinstance(error, _FailedCall)],
+        [call for call in calls if isinstance(call, ToolCall)],
+        [str(error) for error in calls if isinstance(error, FailedCall)],
     )
 
 
-def _without_thoughts(text: str) -> str:
-    """Return the text behind the last thought; nothing of a thought that has no end."""
-    before, end, after = text.rpartition("</think>")
-    return (after if end else before + after).partition("<think>")[0]
+def read_reply(
+    text: str, form: str, tools: Sequence[Mapping[str, Any]] = (), is_thinking: bool = False
+) -> tuple[str, str, tuple[CalledFunction, ...]]:
+    """Return the content, the thoughts and the calls of a reply's text.
+
+    The content has the text of calls that cannot be read, and of all calls by a regular expression, which are a part
+    of a sentence. Without thoughts and calls it is the text itself.
+    form:         as the setting ``tool_format``
+    tools:        JSON schemas of the functions, in OpenAI's form
+    is_thinking:  whether the prompt ends inside of a thought (``ends_in_thought``)
+    """
+    functions = [tool.get("function", tool) for tool in tools]
+    parts = _parts(text, form, is_thinking, {each.get("name", ""): _text_parameters(each) for each in functions})
+    only = [each.get("name", "") for each in functions]
+    calls = list[CalledFunction]()
+    for call in parts.calls:
+        if isinstance(call, ToolCall):
+            name = only[0] if call.name == ONLY and len(only) == 1 else call.name
+            try:
+                calls.append(CalledFunction(name, json.dumps(call.arguments, allow_nan=False)))
+            except (ValueError, RecursionError):
+                # NaN is no JSON for others
+                return text, "", ()
+    return parts.content, parts.reasoning, tuple(calls)
 
 
-def _hermes(text: str) -> Iterator[ToolCall | _FailedCall]:
-    for found in _HERMES.finditer(text):
-        body, end = found.groups()
-        if end:
-            yield _read(body, "arguments")
-        else:
-            yield _FailedCall(f"the tool call has no </tool_call> at its end: {_quoted(body)}")
+def _parts(text: str, form: str, is_thinking: bool, parameters: TextParameters) -> ReplyParts:
+    found = reply_parts(text, form, is_thinking, parameters)
+    return found or ReplyParts(*split_thoughts(text, THINK, is_thinking), tuple(_by_expression(text, form)))
 
 
-def _llama3(text: str) -> Iterator[ToolCall | _FailedCall]:
-    _, tag, rest = text.partition(_LLAMA_TAG)
-    if not tag and not _LLAMA_BARE.match(text):
-        return
-    decoder, rest = json.JSONDecoder(), (rest if tag else text).strip()
-    while rest:
-        try:
-            value, end = decoder.raw_decode(rest)
-        except (ValueError, RecursionError) as error:
-            yield _no_json(rest, error)
-            return
-        yield _call(value, "parameters", rest[:end])
-        rest = rest[end:].lstrip().removeprefix(";").removeprefix(_LLAMA_TAG).lstrip()
-
-
-def _by_expression(text: str, expression: str) -> Iterator[ToolCall | _FailedCall]:
+def _by_expression(text: str, expression: str) -> Iterator[CallRead]:
     pattern = re.compile(expression, re.DOTALL)
     for found in pattern.finditer(text):
         groups = {key: text.strip() for key, text in found.groupdict().items() if text is not None}
@@ -93,37 +84,21 @@ def _by_expression(text: str, expression: str) -> Iterator[ToolCall | _FailedCal
         try:
             value = json.loads(arguments) if arguments else groups
         except (ValueError, RecursionError) as error:
-            yield _no_json(arguments, error)
+            yield no_json(arguments, error)
             continue
-        yield _call({"name": name, "arguments": value}, "arguments", found.group())
+        yield read_call({"name": name, "arguments": value}, "arguments", found.group())
 
 
-def _read(body: str, key: str) -> ToolCall | _FailedCall:
-    try:
-        return _call(json.loads(body), key, body)
-    except (ValueError, RecursionError) as error:
-        return _no_json(body, error)
+def _text_parameters(function: Mapping[str, Any]) -> set[str]:
+    """Return the parameters of a function that are texts, by its JSON schema."""
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    return {name for name, schema in properties.items() if _types(schema) - {"null"} == {"string"}}
 
 
-def _call(value: object, key: str, text: str) -> ToolCall | _FailedCall:
-    """Return a call of its JSON value. ``key``: its usual key of the arguments."""
-    if not isinstance(value, dict):
-        return _FailedCall(f"the tool call is no JSON object: {_quoted(text)}")
-    name = value.get("name")
-    if not isinstance(name, str) or not name:
-        return _FailedCall(f"the tool call has no name: {_quoted(text)}")
-    given = value.get(key, value.get("arguments" if key == "parameters" else "parameters"))
-    arguments = {} if given is None else given
-    if not isinstance(arguments, dict):
-        return _FailedCall(f"the {key} of the call of {name} are no JSON object: {_quoted(text)}")
-    return ToolCall(name, arguments)
-
-
-def _no_json(text: str, error: Exception) -> _FailedCall:
-    reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else "too deep or long"
-    return _FailedCall(f"the tool call is no JSON ({reason}): {_quoted(text)}")
-
-
-def _quoted(text: str) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]} ..."
+def _types(schema: Any) -> set[str]:
+    """Return the types of a value by its schema."""
+    if not isinstance(schema, Mapping):
+        return set()
+    given = schema.get("type", ())
+    own = {given} if isinstance(given, str) else set(given)
+    return own.union(*(_types(each) for key in ("anyOf", "oneOf") for each in schema.get(key, ())))

@@ -10,7 +10,8 @@ from inspect import Parameter, getattr_static, getmembers, isawaitable, isfuncti
 from typing import Any
 
 from flexrlhf.config.code_loading import load_function
-from flexrlhf.environments.tool_calls import ONLY, ToolCall, parse_calls
+from flexrlhf.environments.call_forms import ToolCall
+from flexrlhf.environments.tool_calls import ONLY, parse_calls
 from flexrlhf.environments.turn_checks import ADDRESS, MAX_CHARACTERS, MAX_MESSAGES, read_text, shown_value
 from flexrlhf.errors import nearest
 from flexrlhf.user_code.call_failures import BadReply, Caught
@@ -73,6 +74,7 @@ class ToolRuns:
 
     def __init__(self, functions: Functions, form: str) -> None:
         self._functions, self._form = functions, form
+        self._texts = {name: _text_parameters(function) for name, function in functions.items()}
 
     async def run(self, text: str) -> tuple[tuple[tuple[str, str], ...], int, int]:
         """Run the calls of a turn, one after another; return a message for each, their number, and how many failed.
@@ -81,7 +83,7 @@ class ToolRuns:
         begins with ``error:``. Once results have too many characters together, the calls that follow are not run.
         Raises BadReply for a result that is no text and no JSON.
         """
-        calls, errors = parse_calls(text, self._form) if self._functions else ([], [])
+        calls, errors = parse_calls(text, self._form, self._texts) if self._functions else ([], [])
         results, room = list[tuple[str, bool]](), MAX_CHARACTERS
         for number, call in enumerate([*calls, *errors]):
             result = await self._result(self._named(call)) if isinstance(call, ToolCall) else (f"error: {call}", True)
@@ -118,6 +120,13 @@ class ToolRuns:
         except TypeError as error:
             raise BadReply(f"{call.name}: {error}") from None
         return function
+
+
+def _text_parameters(function: Callable[..., Any]) -> set[str]:
+    """Return the parameters of a tool that are texts, by its type hints."""
+    hints = getattr(function, "__annotations__", {})
+    texts = (str, str | None, "str", "str | None", "Optional[str]")
+    return {name for name, hint in hints.items() if hint in texts}
 
 
 async def finished(value: Any) -> Any:

@@ -34,8 +34,10 @@ def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[Environ
     for plan in plans:
         environment = plan.spec.environment
         if environment is not None and environment.name not in found and (rows := _rows(plan)):
-            calls = [example_call(tool["function"], environment.tool_format) for tool in tool_schemas(environment)]
+            calls = [example_call(tool["function"]) for tool in tool_schemas(environment)]
             if calls and environment.has_known_format:
+                # tools take the same time however their calls are written
+                environment = environment.model_copy(update={"tool_format": "hermes"})
                 rows = [(columns, calls[place % len(calls)]) for place, (columns, _) in enumerate(rows)]
             together = plan.processes.most_episodes
             found[environment.name] = _measured(environment, rows, together, plan.spec.seed, seconds)
@@ -108,12 +110,10 @@ def _measured(
     )
 
 
-def example_call(function: Mapping[str, Any], form: str) -> str:
-    """Return the text of a call of a tool, by its schema, with a value of the type of each of its arguments."""
+def example_call(function: Mapping[str, Any]) -> str:
+    """Return a call of a tool in the form hermes, by its schema, with a value of the type of each of its arguments."""
     properties = function["parameters"].get("properties", {})
     arguments = {name: EXAMPLES.get(str(schema.get("type")), "1") for name, schema in properties.items()}
-    if form == "llama3":
-        return json.dumps({"name": function["name"], "parameters": arguments})
     return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': arguments})}</tool_call>"
 
 

@@ -27,7 +27,7 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class CalledFunction:
-    """Call of a function in a reply. ``arguments``: JSON, as the model wrote it."""
+    """Call of a function in a reply. ``arguments``: JSON."""
 
     name: str
     arguments: str

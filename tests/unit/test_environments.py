@@ -24,9 +24,10 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.data.quickstart import prepare_corpus
 from flexrlhf.environments import sandbox, sources
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
+from flexrlhf.environments.call_forms import ToolCall
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.sources import check_package
-from flexrlhf.environments.tool_calls import ToolCall, parse_calls
+from flexrlhf.environments.tool_calls import parse_calls
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError
 from flexrlhf.measure.environment_calls import example_call, measure_environments
@@ -537,8 +538,7 @@ def test_profile_measures_replies_in_processes(tmp_path: Path, monkeypatch: pyte
         measure_environments([plan], seconds=0.1)
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
-def test_profile_calls_tools(form: str) -> None:
+def test_profile_calls_tools() -> None:
     (tool,) = tool_schemas(EnvironmentSpec(tools=(f"{FILE}:multiply",)))
     expected = ToolCall("multiply", {"first": 1.0, "second": 1.0})
-    assert parse_calls(example_call(tool["function"], form), form) == ([expected], [])
+    assert parse_calls(example_call(tool["function"]), "hermes") == ([expected], [])

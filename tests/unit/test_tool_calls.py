@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.environments.tool_calls import ONLY, ToolCall, parse_calls
+from flexrlhf.environments.call_forms import ToolCall
+from flexrlhf.environments.tool_calls import ONLY, parse_calls
 
 ADD = ToolCall("add", {"a": 1, "b": [2, "é"]})
 OWN = r"CALL (?P<name>\w*)(?: (?P<arguments>\{.*?\}|\d+))?\."
