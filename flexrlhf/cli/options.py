@@ -133,14 +133,8 @@ class RunOptions:
         files = [SpecFile(path) for path in self.paths or config_paths()]
         SpecFile.check_scopes(settings, [file.name for file in files])
         by_run = _settings_by_run(files, settings)
-        specs = []
-        for file, own, placement in zip(files, by_run, _vectors_by_run(files, by_run, vector), strict=True):
-            spec = file.spec(own, placement)
-            if nnodes > 1 and not spec.cluster.nodes:
-                nodes = equal_nodes(spec.cluster.devices or 1, nnodes)
-                spec = file.spec([*own, f"cluster.nodes={nodes}"], placement)
-            specs.append(spec)
-        return specs
+        vectors = _vectors_by_run(files, by_run, vector)
+        return [file.spec_on(nnodes, own, each) for file, own, each in zip(files, by_run, vectors, strict=True)]
 
 
 def _settings_by_run(files: Sequence[SpecFile], settings: Sequence[str]) -> list[Sequence[str]]:
@@ -186,12 +180,3 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     return call
-
-
-def equal_nodes(devices: int, nnodes: int) -> str:
-    """Return ``cluster.nodes`` for a number of devices in equal nodes. Raises UserError if it does not divide."""
-    if devices % nnodes:
-        raise UserError(
-            f"--nnodes {nnodes} does not divide the {devices} devices of the cluster; list its nodes in cluster.nodes"
-        )
-    return f"[{{count: {nnodes}, devices: {devices // nnodes}}}]"

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from flexrlhf.comm.store import second_connection
 from flexrlhf.comm.world import World
 
+PART_BYTES = 4_000_000
+"""Bytes that one entry of the job's store has; it takes 8 MB."""
+
 
 class Mailbox:
     """Messages under keys, as JSON. Readers clear up: the last of several, or the only one.
@@ -54,6 +57,26 @@ class Mailbox:
         """Wait for the messages under ``keys``, and return them in order. Raises as ``wait``."""
         self.wait(keys, what)
         return [self.read(key) for key in keys]
+
+    def put(self, key: str, data: bytes) -> None:
+        """Put bytes of any length, in as many entries as they need."""
+        first, *further = [data[start : start + PART_BYTES] for start in range(0, max(1, len(data)), PART_BYTES)]
+        for index, part in enumerate(further):
+            self._set(f"{key}/{index}", part)
+        # who sees it finds the others
+        self._set(key, b"%d\n" % len(further) + first)
+
+    def take(self, key: str, who: str, what: str, readers: int = 1) -> bytes:
+        """Wait for the bytes that ``who`` puts, and return them; the last of their ``readers`` removes them."""
+        self.wait({key: who}, what)
+        number, _, first = self.store.get(key).partition(b"\n")
+        further = [f"{key}/{index}" for index in range(int(number))]
+        data = b"".join([first, *map(self.store.get, further)])
+        self.clear([key, *further], readers)
+        return data
+
+    def _set(self, key: str, part: bytes) -> None:
+        self.store.set(key, part)  # type: ignore[arg-type]  # stubs of str
 
     def clear(self, keys: Sequence[str], readers: int = 1) -> bool:
         """Remove messages once the last of their ``readers`` calls this, and return whether this is the last one."""

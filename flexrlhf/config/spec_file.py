@@ -52,6 +52,22 @@ class SpecFile:
             raw["placement"] = list(placement) if is_vector else placement
         return Spec.parse(raw, self.path, applied)
 
+    def spec_on(self, nnodes: int, overrides: Sequence[str] = (), placement: Sequence[Any] | str | None = None) -> Spec:
+        """Return the spec for ``nnodes`` machines: without ``cluster.nodes`` its devices are on equal nodes.
+
+        Raises UserError as ``load_spec``, and for devices that cannot be.
+        """
+        spec = self.spec(overrides, placement)
+        if nnodes == 1 or spec.cluster.nodes:
+            return spec
+        devices = spec.cluster.devices or 1
+        if devices % nnodes:
+            raise UserError(
+                f"--nnodes {nnodes} does not divide the {devices} devices of the cluster; list its nodes in "
+                f"cluster.nodes"
+            )
+        return self.spec([*overrides, f"cluster.nodes=[{{count: {nnodes}, devices: {devices // nnodes}}}]"], placement)
+
     @staticmethod
     def split_scope(override: str) -> tuple[str | None, str]:
         """Return the run's name, or None, and the setting: ``NAME:key=value`` is for the run of that name alone."""

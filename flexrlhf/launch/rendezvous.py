@@ -60,6 +60,7 @@ class NodeRendezvous(RendezvousHandler):
     """Meeting of the launchers of fixed nodes, once for every attempt to run the ranks.
 
     attempt:  number of the one that the nodes have come to last, from 0.
+    secret:   of the job, once the nodes have agreed; empty without any.
     """
 
     def __init__(self, hosts: Hosts, join_seconds: float = JOIN_SECONDS, attempt: int = 0) -> None:
@@ -74,6 +75,7 @@ class NodeRendezvous(RendezvousHandler):
         one = Endpoint("loopback", Hosts.LOOPBACK, 0)
         self._endpoint = one if hosts.nnodes == 1 else endpoint_at(hosts.rdzv_endpoint)
         self.store: dist.TCPStore | None = None
+        self.secret = ""
 
     def get_backend(self) -> str:
         """Return the name of this rendezvous."""
@@ -113,11 +115,13 @@ class NodeRendezvous(RendezvousHandler):
         if hosts.is_first_node:
             with made_secret(plans) as file:
                 offered = JOB_OFFER.dump_json(replace(offer, secret_file=file)).decode()
+                self.secret = JobSecret.here().value
                 store.set(OFFER, JobSecret.here().signed(OFFER, offered))
                 return agree(store, member, plans, make_terms, self._join_seconds)
         notice = Notice(f"{member.name} waits for {member.first}")
         await_keys(store, {OFFER: "node 0"}, self._join_seconds, notice, partial(check_refused, store))
         with found_secret(_secret_file(store)):
+            self.secret = JobSecret.here().value
             return agree(store, member, plans, make_terms, self._join_seconds)
 
     def _opened(self) -> dist.TCPStore:

@@ -28,7 +28,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from flexrlhf.config.code_checks import check_function
-from flexrlhf.config.spec_file import load_spec, program_settings
+from flexrlhf.config.spec_file import SpecFile, program_settings
 from flexrlhf.data.examples import EXAMPLES
 from flexrlhf.data.files import Row
 from flexrlhf.errors import UserError
@@ -40,6 +40,7 @@ from flexrlhf.placement.protocols import PromptParts, SplitPrompts, TransferProt
 from flexrlhf.plan.choice import planned
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
+from flexrlhf.runs.fingerprints import code_digests
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Offload, Release, Reload
@@ -62,22 +63,33 @@ class Session:
         overrides: Sequence[str] = (),
         force: bool = False,
         resume: str | Path | None = None,
+        nnodes: int = 1,
+        rdzv_endpoint: str = "",
     ) -> None:
-        """Plan the run of a YAML file; ranks start where the session is entered. Arguments: as of ``ExecutionEngine``.
+        """Plan the run of a YAML file; ranks start where the session is entered.
 
-        Raises UserError for a plan that calls cannot follow: with dynamic sampling, or models that move.
+        nnodes:         machines of the job; this one is the first, the others join it by ``flexrlhf join``.
+        rdzv_endpoint:  HOST:PORT of this machine, where several meet.
+
+        Others as of ``ExecutionEngine``. Raises UserError for machines that do not fit, and for a plan that calls
+        cannot follow: with dynamic sampling, or models that move.
         """
-        spec = load_spec(config_path, program_settings(overrides, devices), placement_ratio)
+        hosts = Hosts(nnodes, rdzv_endpoint=rdzv_endpoint)
+        spec = SpecFile(config_path).spec_on(nnodes, program_settings(overrides, devices), placement_ratio)
         if Hosts.under_torchrun():
-            raise UserError("session: it starts the ranks itself, found torchrun's; start the program with python")
-        Hosts().check_single_planner([spec])
+            raise UserError(
+                "session: it starts the ranks itself, found torchrun's; start the program with python, on one machine, "
+                "and `flexrlhf join` on each other one"
+            )
+        hosts.check_single_planner([spec])
         ((self.plan, _),) = planned([spec])
+        hosts.check_cluster(self.plan.cluster)
         _check_callable(self.plan)
         if not force:
             check_fits(self.plan)
         self.directory = self.plan.spec.directory
         self._resume = None if resume is None else str(resume)
-        self._ranks = SessionRanks()
+        self._ranks = SessionRanks(hosts)
         # first step whose batch is not taken yet, and batches of steps that have not ended
         self._next_step, self._open = 0, list[CalledBatch]()
         # calls that a checkpoint has of steps in flight, and these steps
@@ -128,15 +140,15 @@ class Session:
         steps = range(self._next_step, self.plan.spec.steps)
         # the steps end before the prompts do
         for step, rows in zip(steps, repeat(None) if given is None else map(_listed, given), strict=False):
-            batch = self._begin(step, None if rows is None else self._written(step, rows))
+            batch = self._begin(step, None if rows is None else self._encoded(step, rows))
             yield batch
             while self._open and step == self._next_step - 1:
                 if self._open[0].step > step - self.plan.schedule.lag and not _is_trained(self._open[0]):
                     break
                 self.end_step()
 
-    def _begin(self, step: int, prompts: str | None) -> CalledBatch:
-        """Begin a step. ``prompts``: file of the program's own."""
+    def _begin(self, step: int, prompts: Sequence[object] | None) -> CalledBatch:
+        """Begin a step. ``prompts``: examples of the program's own, for JSON."""
         with self._ranks.call():
             self._end_left(step)
             with self._ranks.exchange():
@@ -272,8 +284,10 @@ class Session:
             raise UserError(
                 f"session: a loss of {operator} is given by its name or as path/to/file.py:name, found {named(loss)}"
             )
+        code = dict[str, str]()
         if loss and is_own(loss):
             check_function(loss, f"session: the loss of {operator}")
+            code = code_digests(loss, f"session: the loss of {operator}")
         with self._ranks.call():
             called = self._current(batch).called
             numbers = called.added_to(operator) if part == "step" else batch.parts
@@ -287,7 +301,7 @@ class Session:
             else:
                 with self._ranks.exchange():
                     called.add(call)
-                    self._ranks.send({**call.message, "do": "call", "step": batch.step})
+                    self._ranks.send({**call.message, "do": "call", "step": batch.step, "code": code})
         return Metrics(self, batch, number) if kind in ("train", *get_args(TrainPart)) else batch
 
     def _parts(self, operator: str, batch: CalledBatch, protocol: SplitPrompts) -> PromptParts:
@@ -348,8 +362,8 @@ class Session:
         found: dict[str, float] = json.loads(reply)
         return found
 
-    def _written(self, step: int, rows: Sequence[str | Row]) -> str:
-        """Write the examples of ``rows`` for the ranks; return the path of the file."""
+    def _encoded(self, step: int, rows: Sequence[str | Row]) -> Sequence[object]:
+        """Return the examples of ``rows`` for JSON."""
         wrong = next((row for row in rows if not isinstance(row, str | dict)), "")
         if wrong != "":
             raise UserError(
@@ -361,9 +375,8 @@ class Session:
                 f"{self.plan.batch.num_new}, give as many"
             )
         examples = self.plan.data.examples(f"prompts of step {step}", rows, self._tokenizer)
-        path = self._ranks.directory / f"prompts-{step}.json"
-        path.write_bytes(EXAMPLES.dump_json(examples))
-        return str(path)
+        found: Sequence[object] = EXAMPLES.dump_python(examples, mode="json")
+        return found
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn
 
 from flexrlhf import errors
 from flexrlhf.config.code_loading import python_command
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS, RunOrder, resume_runs
 from flexrlhf.strategies.calls import CallsInFlight
@@ -33,12 +33,11 @@ _SENTENCES = (UserError, RankFailure, RunStopped, Interrupted, Preempted)
 
 
 class SessionRanks:
-    """Ranks of a session, which receive the messages of a program through rank 0.
+    """Ranks of a session, which receive the messages of a program through rank 0."""
 
-    directory:  for files of the program and the ranks, from ``start`` to ``end``.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, hosts: Hosts) -> None:
+        """Start nothing yet. ``hosts``: machines of the job, of which this one is the first."""
+        self._hosts = hosts
         self._stack = ExitStack()
         self._process = os.getpid()
         self._channel: socket.socket | None = None
@@ -63,15 +62,16 @@ class SessionRanks:
             raise
 
     def _start(self, order: RunOrder) -> tuple[int, CallsInFlight]:
-        self.directory: Path = self._stack.enter_context(process_directory())
-        address, orders, self._outcome = (self.directory / name for name in ("program", "orders.json", "outcome.json"))
+        directory = self._stack.enter_context(process_directory())
+        address, orders, self._outcome = (directory / name for name in ("program", "orders.json", "outcome.json"))
         orders.write_bytes(ORDERS.dump_json([replace(order, program=str(address))]))
         listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(address))
         listener.listen(1)
         listener.settimeout(LOOK_SECONDS)
+        hosts = (str(self._hosts.nnodes), self._hosts.rdzv_endpoint)
         self._launcher = self._launched(
-            python_command("flexrlhf.launch.session_ranks", str(orders), str(self._outcome))
+            python_command("flexrlhf.launch.session_ranks", str(orders), str(self._outcome), *hosts)
         )
         while self._channel is None:
             try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from os.path import realpath
@@ -21,6 +21,7 @@ from flexrlhf.config.plugins import Plugin
 from flexrlhf.config.reward_sources import FunctionSource
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.reasoning_tasks import is_task
+from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
 
 READ_SUFFIXES = frozenset({".json", ".jinja", ".model", ".py", ".safetensors", ".txt"})
@@ -139,10 +140,30 @@ def _code(plan: Plan) -> Iterator[tuple[str, str]]:
             (f"{section}.function", source.function) for source in sources or () if isinstance(source, FunctionSource)
         ]
     for setting, reference in references:
-        place, colon, _ = (reference or "").rpartition(":")
-        file = python_file(place, setting) if colon else None
-        for each in [] if file is None else imported_files(file):
+        for each in _python_files(reference or "", setting):
             yield setting, str(each)
+
+
+def code_digests(reference: str, setting: str) -> dict[str, str]:
+    """Return the digest of each Python file that a user's function comes from. Raises UserError without the file."""
+    return {str(file): file_digest(file) for file in _python_files(reference, setting)}
+
+
+def check_code(reference: str, setting: str, expected: Mapping[str, str], where: str) -> None:
+    """Raise UserError if a user's function comes from other files here than on the machine of ``expected`` digests.
+
+    ``where``: name of this machine, for the sentence.
+    """
+    own = code_digests(reference, setting)
+    for file in {**expected, **own}:
+        if own.get(file) != expected.get(file):
+            raise UserError(f"{setting}: {file} of {where} is not the one of the program; copy it to all machines")
+
+
+def _python_files(reference: str, setting: str) -> list[Path]:
+    place, colon, _ = reference.rpartition(":")
+    file = python_file(place, setting) if colon else None
+    return [] if file is None else imported_files(file)
 
 
 def _files(place: Path) -> list[Path]:

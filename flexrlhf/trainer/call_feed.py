@@ -1,4 +1,7 @@
-"""Calls of a program, which rank 0 receives from it and publishes to all ranks in the job's store."""
+"""Calls of a program, which rank 0 receives from it and puts into the job's store for all ranks.
+
+The store has no authentication, and a call may name a file of code: each has a tag of the job's secret.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ from typing import Any
 
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
+from flexrlhf.config.job_secret import JobSecret
+from flexrlhf.errors import UserError
 
 CallMessage = Mapping[str, Any]
 """Fields of a call; ``do`` names its kind."""
-WAIT: CallMessage = {"do": "wait"}
-CLOSE: CallMessage = {"do": "close"}
+WAIT, CLOSE = ('{"do": "wait"}', '{"do": "close"}')
 WAITS = 4
 """Messages in the time of a deadline that tell the ranks to wait on, while the program computes."""
 
@@ -27,7 +31,8 @@ class CallFeed:
     def __init__(self, world: World, run: str, address: str, timeout_seconds: float) -> None:
         """Connect rank 0 to the program. ``address``: socket that it listens to."""
         self._num_readers, self._timeout = world.size, timeout_seconds
-        self._mailbox = Mailbox(world, f"calls/{run}", timeout_seconds)
+        self._name, self._secret = f"calls/{run}", JobSecret.here()
+        self._mailbox = Mailbox(world, self._name, timeout_seconds)
         self._number = 0
         self._program: Connection | None = None
         if world.rank == 0:
@@ -39,14 +44,21 @@ class CallFeed:
             self._thread.start()
 
     def next(self) -> CallMessage:
-        """Wait for the next call of the program. Raises DeadlineError if rank 0 is lost."""
+        """Wait for the next call of the program. Raises DeadlineError if rank 0 is lost, UserError for a call that a
+        process without the job's secret has put."""
         while True:
-            key = str(self._number)
-            message: CallMessage = self._mailbox.receive(key, "rank 0", "the next call of the program")
+            data = self._mailbox.take(str(self._number), "rank 0", "the next call of the program", self._num_readers)
+            try:
+                text = self._secret.verified(f"{self._name}/{self._number}", data.decode(errors="replace"))
+            except UserError:
+                raise UserError(
+                    f"session: call {self._number} in the job's store is of a process without the secret of the job, "
+                    f"and is not made; keep strangers off the network of the job"
+                ) from None
             self._number += 1
-            self._mailbox.clear([key], self._num_readers)
-            if message != WAIT:
-                return message
+            if text != WAIT:
+                found: CallMessage = json.loads(text)
+                return found
 
     def reply(self, parts: Sequence[bytes]) -> None:
         """Send a reply to the program, from rank 0: the number of its parts, then these."""
@@ -63,12 +75,12 @@ class CallFeed:
             self._program.close()
 
     def _receive(self, program: Connection, mailbox: Mailbox) -> None:
-        """Publish what the program sends; its end is a last call."""
-        number, message = 0, WAIT
-        while message != CLOSE:
+        """Put what the program sends into the store; its end is a last call."""
+        number, text = 0, WAIT
+        while text != CLOSE:
             try:
-                message = json.loads(program.recv_bytes()) if program.poll(self._timeout / WAITS) else WAIT
+                text = program.recv_bytes().decode() if program.poll(self._timeout / WAITS) else WAIT
             except (EOFError, OSError):
-                message = CLOSE
-            mailbox.publish(str(number), message)
+                text = CLOSE
+            mailbox.put(str(number), self._secret.signed(f"{self._name}/{number}", text).encode())
             number += 1

@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from safetensors.torch import save
@@ -19,6 +18,7 @@ from flexrlhf.data.examples import EXAMPLES
 from flexrlhf.metrics import METRICS, Triple
 from flexrlhf.operators.columns import Column
 from flexrlhf.placement.groups import Group
+from flexrlhf.runs.fingerprints import check_code
 from flexrlhf.runs.recorded_columns import RecordedColumns
 from flexrlhf.strategies.calls import OperatorCall
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
@@ -29,9 +29,6 @@ from flexrlhf.trainer.open_steps import CalledSteps
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import make_report
 from flexrlhf.trainer.trainer import Trainer
-
-PART_BYTES = 4_000_000
-"""Bytes of a column that one entry of the job's store has; it takes 8 MB."""
 
 
 class CalledTrainer:
@@ -74,8 +71,8 @@ class CalledTrainer:
         self._trainer.finish(next_step, saves=saves)
         return next_step
 
-    def _begin(self, step: int, prompts: str | None) -> None:
-        """Begin a step, or go on with one in flight. ``prompts``: file of the program's own.
+    def _begin(self, step: int, prompts: Sequence[object] | None) -> None:
+        """Begin a step, or go on with one in flight. ``prompts``: examples of the program's own, as JSON has them.
 
         Weights that a sync brings are received when it is executed, not from now on: the program may not come to it.
         """
@@ -122,18 +119,17 @@ class CalledTrainer:
             print(f"flexrlhf: {name}: step {step} was left before its end; {then}", file=sys.stderr, flush=True)
         return is_alone and not changed
 
-    def _take_prompts(self, step: int, path: str | None) -> None:
-        """Take the prompts of a step from a file of the program's; without one they are of the data."""
-        if path is None:
-            return
-        self._trainer.rows.give(step, EXAMPLES.validate_json(Path(path).read_bytes()))
-        self._steps.given.add(step)
-        mailbox = self._trainer.results.recorder.mailbox
-        if mailbox.clear([f"prompts/{step}"], self._rank.world.size):
-            Path(path).unlink()
+    def _take_prompts(self, step: int, prompts: Sequence[object] | None) -> None:
+        """Take the program's prompts of a step; without any they are of the data."""
+        if prompts is not None:
+            self._trainer.rows.give(step, EXAMPLES.validate_python(prompts))
+            self._steps.given.add(step)
 
     def _call(self, message: CallMessage) -> None:
         step, call = message["step"], OperatorCall.of(message)
+        if message["code"]:
+            where = f"rank {self._rank.rank} (host {self._rank.world.host})"
+            check_code(call.loss, f"session: the loss of {call.operator}", message["code"], where)
         opened, self._is_called = self._steps.open[step], True
         opened.messages.append({**call.message, "lag": opened.called.builder.lag})
         runs: list[tuple[int, Run]] = []
@@ -225,19 +221,10 @@ class CalledTrainer:
         if prompts := owners.get(world.rank):
             rows = self._plan.batch.rows(prompts)
             values = self._trainer.rows.at(step).get(name, rows).cpu().contiguous()
-            parts = _cut(save({"rows": tensor(rows), "values": values}))
-            for index, part in enumerate(parts):
-                mailbox.store.set(f"column/{number}/{world.rank}/{index}", part)  # type: ignore[arg-type]  # stubs of str
-            mailbox.publish(f"column/{number}/{world.rank}", len(parts))
+            mailbox.put(f"column/{number}/{world.rank}", save({"rows": tensor(rows), "values": values}))
         if world.rank == 0:
-            blobs = []
-            for rank in owners:
-                key = f"column/{number}/{rank}"
-                number_of_parts = mailbox.receive(key, f"rank {rank}", f"column {name}")
-                keys = [f"{key}/{index}" for index in range(number_of_parts)]
-                blobs.append(b"".join(mailbox.store.get(each) for each in keys))
-                mailbox.clear([key, *keys])
-            self._feed.reply(blobs)
+            taken = (mailbox.take(f"column/{number}/{rank}", f"rank {rank}", f"column {name}") for rank in owners)
+            self._feed.reply([*taken])
 
     def _send_statistics(self, step: int, number: int) -> None:
         """Send the metrics of a call of a step to the program, once its model's first rank has published those of
@@ -249,7 +236,3 @@ class CalledTrainer:
             if run.operator.kind == "loss":
                 found = {name.removeprefix(f"{run.operator.name}/"): value for name, value in found.items()}
             self._feed.reply([json.dumps(METRICS.evaluate(found)).encode()])
-
-
-def _cut(data: bytes) -> Sequence[bytes]:
-    return [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,12 @@ from pathlib import Path
 from forked import RANK_ENVIRONMENT, Forked
 
 PROGRAM = ("-m", "flexrlhf")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
 
 
 def start(

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cases import Case, make_assets
-from commands import children, is_alive, start
-from test_nodes import free_port
+from commands import children, free_port, is_alive, start
 
 import flexrlhf
 from benchmarks.two_hosts import can_link, linked_hosts

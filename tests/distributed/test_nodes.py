@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from secrets import token_hex
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from cases import Assets, Case, make_assets
-from commands import PROGRAM, read_until, start
+from commands import PROGRAM, free_port, read_until, start
 from comparison import deviations
 from forked import RANK_ENVIRONMENT, Forked
 from launcher import Outcome
@@ -26,12 +25,6 @@ CASE = Case("two", "halves", 2)
 PLAYED = Case("episodes-random", "co-located", 2)
 """An environment that never replies alike: a run that goes on has its former replies from a log alone."""
 SECONDS = 90
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def torchrun(num_ranks: int) -> list[str]:

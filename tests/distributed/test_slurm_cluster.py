@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cases import Case, make_assets
-from test_nodes import free_port
+from commands import free_port
 
 from flexrlhf.runs.run_directory import RunDirectory
 
