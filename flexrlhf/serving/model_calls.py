@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from http import HTTPStatus
+from typing import Any, Literal, Protocol
+
+from flexrlhf.serving.token_server import Refused
 
 
 @dataclass(frozen=True)
 class ModelCall:
     """One call of the model.
 
-    messages:    a whole conversation, in OpenAI's form; contents are texts, without keys that are null
+    messages:    a whole conversation, in OpenAI's form: ``role``, ``content`` (always a text), and ``name``,
+                 ``reasoning_content``, ``tool_calls``, ``tool_call_id`` if they are there
     prompt:      of ``/v1/completions``, in place of messages; None: the call is of ``/v1/chat/completions``
     tools:       JSON schemas of functions, in OpenAI's form
     stop:        texts that end the reply
     most_tokens: of the reply; None: any number
+    sampling:    ``temperature``, ``top_p``, ``top_k`` and ``seed``, if the server leaves them to its clients
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -23,6 +28,7 @@ class ModelCall:
     tools: tuple[Mapping[str, Any], ...] = ()
     stop: tuple[str, ...] = ()
     most_tokens: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,3 +56,43 @@ class ModelReply:
     finish: Literal["stop", "length", "tool_calls"] = "stop"
     prompt_tokens: int = 0
     tokens: int = 0
+
+
+class CallRefused(Refused):
+    """Call that has no reply.
+
+    param:  of the request that is to blame; None: none alone is.
+    code:   of OpenAI's, by which programs tell errors apart.
+    kind:   of error, one of OpenAI's.
+    """
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        sentence: str,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(status, sentence)
+        self.param, self.code, self.kind = param, code, kind
+
+
+class Policy(Protocol):
+    """Source of replies. Many threads call it at the same time."""
+
+    def knows(self, key: str) -> bool:
+        """Return whether ``key`` may call. Compares in constant time if strangers can try."""
+        ...
+
+    def reply(self, key: str, call: ModelCall) -> ModelReply:
+        """Return the reply to a call, and wait for it in the thread of its request. Raises CallRefused.
+
+        A client that is gone is noticed only when its reply is sent. So every wait has to end by itself: with a reply,
+        or with CallRefused once the episode has ended or its deadline has passed.
+        """
+        ...
+
+    def refused(self, key: str, sentence: str) -> None:
+        """Receive that a request with a known key was refused before it became a call."""
+        ...

@@ -34,6 +34,9 @@ OTHER_FILES = 256
 STRANGER_BITS = 64
 """Bits of an address of IPv6 that one machine or site has in common."""
 MOST_LENGTH_DIGITS = 15
+LINGER_SECONDS = 2.0
+"""Time in which the client of a refused request, which it may still be sending, can read the refusal."""
+BLOCK_BYTES = 1 << 16
 
 
 class Refused(Exception):
@@ -61,6 +64,8 @@ class Arriving(io.RawIOBase):
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self._connection = connection
+        self.is_late = False
+        """Whether a part has not arrived in time."""
         self.within(seconds)
 
     def within(self, seconds: float) -> None:
@@ -78,10 +83,14 @@ class Arriving(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Receive some bytes. Raises TimeoutError."""
         left = self._silence or self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._connection.settimeout(left)
-        number = self._connection.recv_into(buffer)
+        try:
+            if left <= 0:
+                raise TimeoutError
+            self._connection.settimeout(left)
+            number = self._connection.recv_into(buffer)
+        except TimeoutError:
+            self.is_late = True
+            raise
         self._end += number / LEAST_RATE
         return number
 
@@ -166,15 +175,19 @@ class TokenHandler(BaseHTTPRequestHandler):
 
     server: TokenServer
     timeout = HEAD_SECONDS
+    # head and body of a response are two parts, and a client would acknowledge the first one late
+    disable_nagle_algorithm = True
     default_request_version = "HTTP/1.0"
     """Version of a request without a valid one, so that its refusal has a status."""
+    _is_whole = False
+    """Whether all of the request has been read."""
 
     def setup(self) -> None:
         """Receive the request with a deadline."""
         super().setup()
         self.rfile.close()
         self.arriving = Arriving(self.connection, self.timeout)
-        self.rfile = io.BufferedReader(self.arriving)
+        self.rfile = self.received = io.BufferedReader(self.arriving)
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing: errors are reported by the rank that made the request."""
@@ -185,7 +198,8 @@ class TokenHandler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse a request that is no valid one; all such refusals are the client's errors."""
-        self._respond(HTTPStatus(code if code < 500 else HTTPStatus.BAD_REQUEST), message or explain or "")
+        status = HTTPStatus(code if code < 500 else HTTPStatus.BAD_REQUEST)
+        self._refuse(Refused(status, message or explain or status.phrase))
 
     @contextmanager
     def _responding(self) -> Iterator[None]:
@@ -193,12 +207,32 @@ class TokenHandler(BaseHTTPRequestHandler):
         try:
             yield
         except Refused as refusal:
-            self._respond(refusal.status, str(refusal))
+            self._refuse(refusal)
         except (ConnectionError, TimeoutError):
             # nobody reads a response
             raise
         except OSError as error:
             self._respond(HTTPStatus.INSUFFICIENT_STORAGE, error.strerror or str(error))
+
+    def _refuse(self, refusal: Refused) -> None:
+        """Respond with the reason. Unless all of the request was read, then end the connection.
+
+        One that is closed with bytes unread is reset, and its client reads nothing; so it has time for the reason.
+        """
+        self._respond(refusal.status, self._reason(refusal))
+        if self._is_whole:
+            return
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_WR)
+        end = time.monotonic() + LINGER_SECONDS
+        while (left := end - time.monotonic()) > 0:
+            self.connection.settimeout(left)
+            if not self.connection.recv(BLOCK_BYTES):
+                return
+
+    def _reason(self, refusal: Refused) -> str:
+        """Return the body of a refusal."""
+        return str(refusal)
 
     def _verify_token(self) -> None:
         """Raise Refused unless the request has the token of the job."""
@@ -219,11 +253,13 @@ class TokenHandler(BaseHTTPRequestHandler):
         self._begin_response(status, len(body))
         self.wfile.write(body)
 
-    def _begin_response(self, status: HTTPStatus, length: int) -> None:
-        """Send the head of a response. Nothing more is received."""
+    def _begin_response(self, status: HTTPStatus, length: int, **headers: str) -> None:
+        """Send the head of a response. ``headers``: more of them, with ``_`` in place of ``-``."""
         self.connection.settimeout(self.server.seconds)
         self.send_response(status)
         self.send_header("Content-Length", str(length))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
 
 

@@ -1,0 +1,121 @@
+"""Replies of a model in OpenAI's protocol: whole, as server-sent events, and errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from flexrlhf.serving.model_calls import CallRefused, ModelCall, ModelReply
+from flexrlhf.serving.token_server import Refused
+
+ID_LETTERS = 9
+"""Length of the id of a function's call, which some chat templates require."""
+
+
+def reply_message(call: ModelCall, reply: ModelReply) -> dict[str, Any]:
+    """Return a reply as the message of later calls, as ``ModelCall`` has messages.
+
+    Ids follow from the conversation, so that a replay has the same ones.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        digest = _digest(call)
+        message["tool_calls"] = [
+            {
+                "id": hashlib.sha256(f"{digest} {place}".encode()).hexdigest()[:ID_LETTERS],
+                "type": "function",
+                "function": {"name": called.name, "arguments": called.arguments},
+            }
+            for place, called in enumerate(reply.calls)
+        ]
+    return message
+
+
+def is_repeated(reply: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    """Return whether the ``message`` of a later call is a ``reply``, both as ``reply_message`` returns them.
+
+    Frameworks leave out reasoning, and write the arguments of calls anew: pydantic-ai without spaces.
+    """
+    found, expected = dict(message), dict(reply)
+    if not found.get("reasoning_content"):
+        expected.pop("reasoning_content", None)
+    calls, others = expected.pop("tool_calls", []), found.pop("tool_calls", [])
+    return found == expected and list(map(_parsed_call, calls)) == list(map(_parsed_call, others))
+
+
+def _parsed_call(call: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the id of a call, its function, and its arguments as values."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        arguments = function["arguments"]
+    return call["id"], function["name"], arguments
+
+
+def reply_body(model: str, call: ModelCall, reply: ModelReply) -> str:
+    """Return the JSON of a reply."""
+    if call.prompt is None:
+        choice: dict[str, Any] = {"message": _message_sent(call, reply)}
+    else:
+        choice = {"text": reply.content}
+    kind = "chat.completion" if call.prompt is None else "text_completion"
+    return json.dumps(_head(model, call, kind) | {"choices": [_choice(choice, reply.finish)], "usage": _usage(reply)})
+
+
+def reply_events(model: str, call: ModelCall, reply: ModelReply, has_usage: bool) -> str:
+    """Return a whole reply as server-sent events: one with all of it, one with its end, then the numbers of tokens."""
+    if call.prompt is None:
+        message = _message_sent(call, reply)
+        for place, called in enumerate(message.get("tool_calls", [])):
+            called["index"] = place
+        choices = [_choice({"delta": message}, None), _choice({"delta": {}}, reply.finish)]
+    else:
+        choices = [_choice({"text": reply.content}, None), _choice({"text": ""}, reply.finish)]
+    head = _head(model, call, "chat.completion.chunk" if call.prompt is None else "text_completion")
+    events: list[Mapping[str, Any]] = [head | {"choices": [choice]} for choice in choices]
+    if has_usage:
+        events.append(head | {"choices": [], "usage": _usage(reply)})
+    return "".join(f"data: {line}\n\n" for line in (*map(json.dumps, events), "[DONE]"))
+
+
+def error_body(refusal: Refused) -> str:
+    """Return the JSON of a refusal."""
+    known = refusal if isinstance(refusal, CallRefused) else CallRefused(refusal.status, str(refusal))
+    error = {"message": str(known), "type": known.kind, "param": known.param, "code": known.code}
+    return json.dumps({"error": error})
+
+
+def models_body(model: str, place: str | None) -> str:
+    """Return the JSON of the list of models, or of the one that is named in a path."""
+    found = {"id": model, "object": "model", "created": 0, "owned_by": "flexrlhf"}
+    return json.dumps({"object": "list", "data": [found]} if place is None else found)
+
+
+def _message_sent(call: ModelCall, reply: ModelReply) -> dict[str, Any]:
+    """Return the message in the form of OpenAI's models, whose calls of functions have null in place of no text."""
+    return reply_message(call, reply) | ({"content": None} if reply.calls and not reply.content else {})
+
+
+def _digest(call: ModelCall) -> str:
+    content = json.dumps([call.messages, call.prompt, call.tools], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _head(model: str, call: ModelCall, kind: str) -> dict[str, Any]:
+    prefix = "chatcmpl" if call.prompt is None else "cmpl"
+    return {"id": f"{prefix}-{_digest(call)[:24]}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _choice(content: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
+    return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+
+
+def _usage(reply: ModelReply) -> dict[str, int]:
+    numbers = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.tokens}
+    return {**numbers, "total_tokens": sum(numbers.values())}
