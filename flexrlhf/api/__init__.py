@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from flexrlhf.strategies.strategy import Strategy
     from flexrlhf.text import bytes_text, counted, rank_marks, ranks_text, shortened, span_of, table
     from flexrlhf.timeline import Span, Trace
+    from flexrlhf.user_code.call_failures import ServerGone
     from flexrlhf.user_code.process_directories import process_directory
     from flexrlhf.user_code.processes import exit_text
     from flexrlhf.weights.decoder_sizes import DecoderSizes, Sizes

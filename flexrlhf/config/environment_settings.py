@@ -32,7 +32,8 @@ class EnvironmentSpec(StrictModel):
     path: Annotated[str, AfterValidator(_environment_path)] | None = Field(
         None,
         description="path/to/file.py:Name or module:Name of a class with reset and step, or a plug-in's name; "
-        "verifiers:NAME, openenv:URL, reasoning-gym:TASK or gymnasium:ID; null: tools alone",
+        "verifiers:NAME, openenv:URL (openenv:URL,URL: of equal servers), reasoning-gym:TASK or gymnasium:ID; null: "
+        "tools alone",
     )
     tools: tuple[UserPath, ...] = Field(
         (), description="functions that the policy may call, path/to/file.py:name or module:name"

@@ -103,7 +103,7 @@ def secrets_in(url: str) -> list[str]:
 
 _FREE = re.compile(r"environment\.(options|path)|algorithm\.settings|rollout\.config|models\.\w+\.config")
 """Settings whose values other code reads, or other programs: any of them may be a secret."""
-_ADDRESS = re.compile(r"\w+://\S+")
+_ADDRESS = re.compile(r"\w+://[^\s,]+")
 
 
 def check_settings(setting: Any, key: str = "", name: str = "", is_free: bool = False) -> None:

@@ -25,7 +25,8 @@ from flexrlhf.config.secrets import expanded_setting
 from flexrlhf.environments.base import EpisodeReply
 from flexrlhf.environments.episode import Episode
 from flexrlhf.environments.process_limits import news
-from flexrlhf.environments.sources import load_environment
+from flexrlhf.environments.servers import ServedEpisode, Servers
+from flexrlhf.environments.sources import addresses_of, load_environment
 from flexrlhf.environments.tool_runs import load_tools
 from flexrlhf.user_code.call_failures import CallFailure, Caught
 from flexrlhf.user_code.processes import descendants
@@ -39,6 +40,8 @@ RESERVE = 8 << 20
 CLOSE_SECONDS = 1.0
 """Limit of ``close`` after a failure."""
 T = TypeVar("T")
+MakeEpisode = Callable[[tuple[int, int]], Episode | ServedEpisode]
+"""Function that makes the episode of a key."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,9 @@ class _Sessions:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._process = os.getpid()
-        self._make: Callable[[], Episode] | None = None
+        self._make: MakeEpisode | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._episodes: dict[tuple[int, int], Episode] = {}
+        self._episodes: dict[tuple[int, int], Episode | ServedEpisode] = {}
         self._under_way: dict[tuple[int, int], _UnderWay] = {}
         self._computed = sum(os.times()[:4])
         self._reserve = bytes(RESERVE)
@@ -193,7 +196,7 @@ class _Sessions:
             for key, each in late.items():
                 is_own = running is None or running.get_coro() is each.coroutine
                 has_begun = getcoroutinestate(each.coroutine) != CORO_CREATED
-                found[key] = self._late(is_certain=has_loop and has_begun and is_own)
+                found[key] = self._late(key, is_certain=has_loop and has_begun and is_own)
         self._under_way = {key: each for key, each in self._under_way.items() if key not in found}
         return found
 
@@ -231,7 +234,7 @@ class _Sessions:
         seconds = time.monotonic() - began
         failure = caught.failure
         if limit is not None and limit.expired():
-            failure = self._late(is_certain=seconds < self._setup.seconds * (1 + PUNCTUAL)).failure
+            failure = self._late(step.key, is_certain=seconds < self._setup.seconds * (1 + PUNCTUAL)).failure
         if failure is None:
             return reply and replace(reply, seconds=seconds)
         with Caught("raise", "raised"):
@@ -240,10 +243,11 @@ class _Sessions:
         text = failure.text.encode(errors="backslashreplace").decode()
         return EpisodeReply(seconds=seconds, failure=replace(failure, text=text))
 
-    def _late(self, is_certain: bool) -> EpisodeReply:
+    def _late(self, key: tuple[int, int], is_certain: bool) -> EpisodeReply:
         """Return the reply of a step that takes too long. ``is_certain``: whether no other one may have delayed it."""
-        kind = "timeout" if is_certain else BLOCKED
-        return EpisodeReply(failure=CallFailure(kind, f"took longer than {self._setup.seconds:g} s"))
+        kind, episode = "timeout" if is_certain else BLOCKED, self._episodes.get(key)
+        where = f"{episode.address}: " if isinstance(episode, ServedEpisode) else ""
+        return EpisodeReply(failure=CallFailure(kind, f"{where}took longer than {self._setup.seconds:g} s"))
 
     async def _run(self, step: EnvStep) -> EpisodeReply | None:
         assert self._make is not None, "nothing is loaded"
@@ -252,7 +256,7 @@ class _Sessions:
             steps = self._setup.steps
             for key in [key for key in self._episodes if key == step.key or is_stale(key, step.key[0], steps)]:
                 await self._close(key)
-            episode = self._episodes[step.key] = self._make()
+            episode = self._episodes[step.key] = self._make(step.key)
             reply = await episode.reset(step.row, step.seed)
         else:
             found = self._episodes.get(step.key)
@@ -281,17 +285,23 @@ def _sessions(setup: Setup) -> _Sessions:
     return _Sessions(setup)
 
 
-def _factory(setup: Setup) -> tuple[Callable[[], Episode], bool]:
+def _factory(setup: Setup) -> tuple[MakeEpisode, bool]:
     """Return a function that makes an episode, and whether any of its parts is ``async``."""
     kind, make_environment = (None, None) if setup.path is None else load_environment(setup.path)
     tools = load_tools(setup.tools)
     options = expanded_setting(json.loads(setup.options), "environment.options")
     parts = [*tools.values(), *(getattr(kind, name) for name in dir(kind) if not name.startswith("_"))]
 
-    def make() -> Episode:
-        return Episode(make_environment and make_environment(**options), tools, setup.tool_format)
+    addresses = addresses_of(setup.path)
+    servers = Servers(addresses) if addresses else None
 
-    return make, any(map(iscoroutinefunction, parts))
+    def make(*address: str) -> Episode:
+        return Episode(make_environment and make_environment(*address, **options), tools, setup.tool_format)
+
+    def make_of_key(key: tuple[int, int]) -> Episode | ServedEpisode:
+        return make() if servers is None else ServedEpisode(servers, key, make)
+
+    return make_of_key, any(map(iscoroutinefunction, parts))
 
 
 def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:

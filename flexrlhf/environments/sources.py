@@ -19,10 +19,20 @@ if TYPE_CHECKING:
     from flexrlhf.config.environment_settings import EnvironmentSpec
 
 
+SERVED = "openenv"
+"""Prefix of environments that servers run."""
+
+
 def package_of(path: str) -> tuple[str, str] | None:
     """Return prefix and name of a package's environment; None for a class of the user's."""
     prefix, _, name = path.partition(":")
     return (prefix, name) if prefix in SHIPPED["environments"] else None
+
+
+def addresses_of(path: str | None) -> list[str]:
+    """Return the addresses of the servers of an environment, as written; none of one that runs on this machine."""
+    prefix, name = package_of(path or "") or ("", "")
+    return [each.strip() for each in name.split(",")] if prefix == SERVED else []
 
 
 def is_installed(prefix: str) -> bool:
@@ -51,27 +61,28 @@ def check_package(path: str | None) -> None:
 def check_variables(settings: EnvironmentSpec) -> None:
     """Raise UserError for an environment variable that this machine lacks, and a server that it could not call."""
     expanded_setting(settings.options, "environment.options")
-    prefix, name = package_of(settings.path or "") or ("", "")
-    if prefix == "openenv":
-        address = Address.expanded(name, "environment.path").url
-        if not (Address(address).has_port and urlsplit(address).hostname):
+    for each in addresses_of(settings.path):
+        address = Address.expanded(each, "environment.path")
+        if not (address.has_port and urlsplit(address.url).hostname):
             raise UserError(
-                f"environment.path: expected an address such as openenv:http://localhost:8000, found {settings.path!r}"
+                f"environment.path: expected an address such as {SERVED}:http://localhost:8000, or several with commas "
+                f"between, found {settings.path!r}"
             )
-        Address(address).proxy()
+        address.proxy()
 
 
 def load_environment(path: str) -> tuple[type, Callable[..., Any]]:
-    """Return the class of ``path``, and a function that makes an object, which runs one episode.
+    """Return the class of ``path``, and a function that makes an object, which runs one episode; its first argument is
+    the address of a server if servers run it.
 
     Raises TypeError for another thing than a class.
     """
     if found := package_of(path):
-        prefix, name = found[0], expanded_url(found[1], "environment.path")
+        prefix, name = found
         kind = load_plugin("environments", prefix)
         # now, as loading may take longer than a turn
         importlib.import_module(kind.library)
-        return kind, partial(kind, name)
+        return kind, kind if prefix == SERVED else partial(kind, expanded_url(name, "environment.path"))
     kind = load_function(path)
     if not isinstance(kind, type) or not callable(getattr(kind, "reset", None)):
         other = f"a {type(kind).__name__}" if callable(kind) else f"{kind!r:.60}"

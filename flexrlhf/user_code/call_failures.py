@@ -37,6 +37,14 @@ class BadReply(ValueError):
     """A reply of another form than is read."""
 
 
+class ServerGone(Exception):
+    """A server of episodes that is not reached, or has gone away. ``address``: of the server that had the episode."""
+
+    def __init__(self, text: str, address: str = "") -> None:
+        super().__init__(text)
+        self.address = address
+
+
 class Caught:
     """Context that catches whatever a user's code raises, ``sys.exit`` too: it costs a reply, not the process.
 
@@ -65,6 +73,9 @@ def failure_of(error: BaseException, kind: str, verb: str) -> CallFailure:
     """
     if isinstance(error, BadReply):
         return CallFailure("reply", str(error))
+    if isinstance(error, ServerGone):
+        # each server is named once
+        return CallFailure(f"server {error.address}".rstrip(), str(error))
     # str(error) may raise
     line = line_of(error)
     if isinstance(error, MemoryError) or is_exhaustion(RuntimeError(line)):

@@ -6,13 +6,9 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -333,40 +329,6 @@ def test_reasoning_gym(play: Play) -> None:
     row = {"task": "chain_sum", "settings": "{}", "entry": repr(task)}
     replies = play([f"<answer>{task['answer']}</answer>"], row, path="reasoning-gym:chain_sum")
     assert said(replies) == [(), ()] and replies[1].reward == 1 and replies[1].is_done
-
-
-@pytest.fixture(scope="module")
-def openenv_url() -> Iterator[str]:
-    pytest.importorskip("openenv")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen([sys.executable, str(FILE.with_name("openenv_server.py")), str(port)])
-    try:
-        while True:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            assert server.poll() is None
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def test_openenv(openenv_url: str) -> None:
-    """Sessions of one process are open at the same time."""
-    options = {"message": "text", "greeting": "hello"}
-    episodes = Episodes(EnvironmentSpec(path=f"openenv:{openenv_url}", options=options), 1)
-    try:
-        for count in range(3):
-            calls = [EpisodeCall((0, row), {}, row, ("a", "b")[:count]) for row in range(3)]
-            replies = episodes.replies(calls, 60.0)
-            expected = [" ".join([f"seed {row} hello", *("a", "b")[:count]]) for row in range(3)]
-            assert said(replies) == [(("", text),) for text in expected]
-        assert [(reply.reward, reply.is_done) for reply in replies] == [(1.5, True)] * 3
-    finally:
-        episodes.close()
 
 
 def test_verifiers(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:

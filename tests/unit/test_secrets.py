@@ -228,6 +228,7 @@ FREE_LITERALS: list[dict[str, Any]] = [
     {"environment": ENVIRONMENT | {"options": {"names": ["a", KEY]}}},
     {"environment": ENVIRONMENT | {"options": {"url": "http://me:s3cr@a"}}},
     {"environment": {"path": "openenv:http://me:s3cr@a:1"}},
+    {"environment": {"path": "openenv:http://a:1,http://me:s3cr@b:1"}},
     {"environment": {"path": "openenv:http://a:1?token=s3cr"}},
     {"environment": ENVIRONMENT | {"options": {"api_key": "$s3cr", "password": 12345678}}},
     {"environment": ENVIRONMENT | {"options": {"password": 12345678}}},
