@@ -191,7 +191,7 @@ EPISODE_FAILURES = {
     "replay": "replied otherwise when it was played again",
     "tokens": "replied with what is too long, or is no message of the chat template",
     "load": "could not be loaded, or its process not started",
-    "server": "had a server that was not reached, or went away",
+    "server": "had a server that was not reached, or was lost",
 }
 """Kinds of failures of an environment, and their definitions."""
 STALENESS = "batches trained on since the weights that sampled a token"

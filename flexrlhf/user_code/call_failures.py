@@ -38,7 +38,7 @@ class BadReply(ValueError):
 
 
 class ServerGone(Exception):
-    """A server of episodes that is not reached, or has gone away. ``address``: of the server that had the episode."""
+    """A server of episodes that is not reached, or has been lost. ``address``: of the server that had the episode."""
 
     def __init__(self, text: str, address: str = "") -> None:
         super().__init__(text)

@@ -1,4 +1,4 @@
-"""Servers that run episodes: they share them, and one that goes away costs its own."""
+"""Servers that run episodes: they share them, and one that is lost costs its own."""
 
 from __future__ import annotations
 
