@@ -22,6 +22,7 @@ from flexrlhf.errors import UserError
 
 Replies = Sequence[tuple[str, str]]
 """Roles and contents of messages; role "": a text, which in a chat is a turn of the user."""
+ReadReset = Callable[[Example, Sequence[int]], Replies | None]
 ReadReply = Callable[[Sequence[int]], Replies]
 """Messages of the tokens of a reply."""
 _CACHED = 256
@@ -81,12 +82,17 @@ class TurnTokens:
         return tuple(self._controls.encode(text))
 
     def reset_messages(self, example: Example, ids: Sequence[int]) -> Replies | None:
-        """Return the messages of ``reset`` in the prompt ``ids`` of a chat, as ``prompt`` has returned it.
+        """Return the messages of ``reset`` in the prompt ``ids``, as ``prompt`` has returned it.
 
-        None if they cannot be read: the prompt was truncated, or another template renders the chat with them.
+        None if they cannot be read: the prompt was truncated, or another template renders the chat with them. Those of
+        a text have role "".
         """
         if tuple(ids) == example.prompt:
             return ()
+        if self._template is None or not example.turns:
+            number = len(example.prompt)
+            is_whole = tuple(ids[:number]) == example.prompt
+            return (("", self._tokenizer.decode(ids[number:], skip_special_tokens=True)),) if is_whole else None
         text, heads = self._tokenizer.decode(ids), dict[str, str]()
         for role in ROLES:
             try:

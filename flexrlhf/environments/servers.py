@@ -3,7 +3,7 @@
 | a server                                  | its episodes                                                         |
 |-------------------------------------------|----------------------------------------------------------------------|
 | is not reached when an episode begins     | begin with the next one; each address is tried once                  |
-| goes away in the middle                   | have a failure, with its address                                     |
+| is lost in the middle                     | have a failure, with its address                                     |
 | does not reply, with its connection open  | have a failure after ``timeout_seconds``, with its address           |
 | was not reached in the last RETRY_SECONDS | try the others first                                                 |
 

@@ -78,7 +78,8 @@ class Sample:
     num_characters: number of tokens from the first one → characters of their text, for the ends of steps
     token_ids:   the response as tokens, its end token included
     turns:       the prompt as messages, where it is a chat
-    conversation: turns of an episode as messages of the assistant and the environment; empty for a response of one turn
+    conversation: what follows the prompt of an episode, as messages of the assistant and the environment, those of its
+                 reset first; empty for a response of one turn
     """
 
     prompt: str

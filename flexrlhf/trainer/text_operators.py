@@ -19,7 +19,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.messages import Chat, Message
 from flexrlhf.data.retokenized import TextEncoder
-from flexrlhf.data.turn_tokens import ReadReply, TurnTokens
+from flexrlhf.data.turn_tokens import ReadReply, ReadReset, TurnTokens
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import Column, plain
@@ -45,12 +45,14 @@ class ExternalScorers:
         decode: DecodeTokens,
         separators: Mapping[str, Mapping[str, str]] | None = None,
         read_reply: ReadReply | None = None,
+        read_reset: ReadReset | None = None,
     ) -> None:
         """
         separators:    section → model that scores steps → the text that ends one.
         read_reply:    returns the messages of a reply; None: responses are no episodes.
+        read_reset:    returns the messages of a reset, which stand behind a prompt; None: there are none.
         """
-        self._read_reply = read_reply
+        self._read_reply, self._read_reset = read_reply, read_reset
         self._scorers = scorers
         self._separators = separators or {}
         self._decode = decode
@@ -108,14 +110,15 @@ class ExternalScorers:
         The turns of an episode are joined by line breaks.
         """
         samples = []
-        for example, parts in zip(examples, _parts(batch), strict=True):
+        for example, prompt, parts in zip(examples, _prompts(batch), _parts(batch), strict=True):
             spoken = [tokens for is_sampled, tokens in parts if is_sampled]
             response = [token for tokens in spoken for token in tokens]
             text, characters = _joined(self._decode, spoken, len(response)), partial(_length, self._decode, spoken)
             turns = [{"role": turn.role, "content": turn.content} for turn in example.turns]
             conversation = []
             if self._read_reply is not None:
-                said = _conversation(parts, self._decode, self._read_reply)
+                reset = None if self._read_reset is None else self._read_reset(example, prompt)
+                said = (*(reset or ()), *_conversation(parts, self._decode, self._read_reply))
                 conversation = [{"role": role or "environment", "content": content} for role, content in said]
             samples.append(
                 Sample(*(example.text, text, len(response), example.columns, characters, response, turns, conversation))
@@ -149,9 +152,14 @@ def _conversation(
 
 
 def make_external_scorers(
-    graph: Graph, spec: Spec, decode: DecodeTokens, read_reply: ReadReply | None = None
+    graph: Graph,
+    spec: Spec,
+    decode: DecodeTokens,
+    read_reply: ReadReply | None = None,
+    read_reset: ReadReset | None = None,
 ) -> ExternalScorers:
-    """Make the scorers of the sections that operators of ``graph`` call. ``read_reply``: as of ExternalScorers."""
+    """Make the scorers of the sections that operators of ``graph`` call. ``read_reply`` and ``read_reset``: as of
+    ExternalScorers."""
     called = {operator.function for operator in (*graph.operators, *graph.evaluation) if operator.kind == "score"}
     sections = {"reward": spec.reward or (), "cost": spec.cost or ()}
     scorers = {}
@@ -167,7 +175,7 @@ def make_external_scorers(
         }
         for name in scorers
     }
-    return ExternalScorers(scorers, decode, separators, read_reply)
+    return ExternalScorers(scorers, decode, separators, read_reply, read_reset)
 
 
 def _length(decode: DecodeTokens, turns: Sequence[Sequence[int]], count: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flexrlhf.data.examples import Example
 from flexrlhf.data.messages import Message
+from flexrlhf.data.turn_tokens import Replies
 from flexrlhf.engines.base import Batch, Moments, Sampling
 from flexrlhf.engines.sampling import completes_stop
 from flexrlhf.objectives.context import Columns
@@ -53,6 +54,16 @@ class Parts:
 
 
 ONE = Parts(Alone(), True)
+
+
+def read(tokens: Sequence[int]) -> Replies:
+    """Return a reply as a text."""
+    return (("", decode(tokens)),)
+
+
+def read_reset(example: Example, tokens: Sequence[int]) -> Replies:
+    """Return what is behind the prompt."""
+    return read(tokens[len(example.prompt) :]) if len(tokens) > len(example.prompt) else ()
 
 
 def sampled(*responses: list[int], width: int = 4) -> Batch:
@@ -90,8 +101,9 @@ def scoring_of() -> Iterator[Any]:
     def make(reward: str, *further: str) -> Scoring:
         spec = spec_of(None, 1, f"reward={reward}", *further)
         graph = make_graph(spec)
-        read_reply = None if spec.environment is None else lambda tokens: (("", decode(tokens)),)
-        made.append(make_external_scorers(graph, spec, decode, read_reply))
+        made.append(
+            make_external_scorers(graph, spec, decode, *(() if spec.environment is None else (read, read_reset)))
+        )
         return Scoring(made[-1], next(operator for operator in graph.operators if operator.kind == "score"))
 
     yield make
@@ -190,16 +202,20 @@ def test_functions_receive_the_conversation_of_an_episode(scoring_of: Any, tmp_p
     file.write_text(
         "def judge(prompts, responses, conversation):\n"
         "    assert responses == ['yes\\n#### 8', 'no\\nyes'], responses\n"
-        "    roles = [[turn['role'] for turn in turns] for turns in conversation]\n"
+        "    first, *turns = conversation[0]\n"
+        "    assert first == {'role': 'environment', 'content': 'yes'}, first\n"
+        "    roles = [[turn['role'] for turn in turns] for turns in (turns, conversation[1])]\n"
         "    assert roles == [['assistant', 'environment', 'assistant'], ['assistant'] * 2], roles\n"
-        "    return [float(conversation[0][1]['content'] == 'no'), 0.0]\n"
+        "    return [float(turns[1]['content'] == 'no'), 0.0]\n"
     )
     batch = sampled([1, 2, 4], [2, 1])
     batch["response_mask"][0, 1] = 0
     # the reply between the turns of the second one is empty
     batch = batch_of(**batch.columns, turn_ends=mask_of("1010", "1100"))
     scoring = scoring_of(f"{{function: '{file}:judge'}}", "environment={path: 'game.py:Game'}")
-    columns, _ = scoring.score(batch, [example_of()] * 2)
+    # the first one has a text of its reset behind its prompt
+    batch["tokens"][0, 1] = 1
+    columns, _ = scoring.score(batch, [replace(example_of(), prompt=(5,)), example_of()])
     assert [value for name, value in columns.items() if name.startswith("scores")][0].tolist() == [1.0, 0.0]
 
 

@@ -224,6 +224,8 @@ def test_messages_of_a_reset_are_read_out_of_a_prompt(name: str, tokenizers: Any
         assert found is None or [content for _, content in found] == [content for _, content in messages]
         assert (found is None) == (name == "gemma")
         assert tokens.reset_messages(example, ids[5:]) is None
+    text = replace(example, turns=())
+    assert tokens.reset_messages(text, tokens.prompt(text, [("", "go on")])) == (("", "go on"),)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
