@@ -160,6 +160,7 @@ class Outcome(StrEnum):
     FROZEN = "frozen", "not counted", "the first trained role is not trained yet (freeze_actor_steps)"
     FAILED_EPISODE = "failed_episode", "not counted", "the environment failed"
     LEFT_OUT = "left_out", "not counted", "a program with a session did not train on them"
+    UNUSED = "unused", "not counted", "places for sequences that their episode has not, or that are not trained on"
 
     def __new__(cls, value: str, kind: Literal["", "filtered", "not counted"] = "", definition: str = "") -> Self:
         member = str.__new__(cls, value)

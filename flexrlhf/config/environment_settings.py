@@ -61,6 +61,16 @@ class EnvironmentSpec(StrictModel):
         ge=1,
         description="so many failed episodes in a row, over steps, stop the run; others are left out of training",
     )
+    sequences: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="conversations of an episode that a program may begin, each of them a row that is trained on",
+    )
+    train_sequences: Literal["all", "first"] = Field(
+        "all",
+        description="first: rows of further conversations of an episode are sampled and left out of training",
+    )
     bridge: bool = Field(
         False,
         description="also with a chat template that renders turns in another way once others follow: what stands "

@@ -425,7 +425,7 @@ class Spec(StrictModel):
                 f"schedule.num_chunks {chunks} on {devices} devices are more than a plan takes: use at most {most}"
             )
         algorithm, segments = self.algorithm, self.num_segments
-        rows = algorithm.num_prompts * algorithm.samples_per_prompt
+        rows = algorithm.num_prompts * algorithm.samples_per_prompt * self.num_sequences
         if rows * segments > self.MAX_ROWS:
             several = f" in {segments} segments each" if segments > 1 else ""
             raise ValueError(
@@ -443,6 +443,7 @@ class Spec(StrictModel):
             "algorithm.samples_per_prompt": algorithm.samples_per_prompt,
             "algorithm.dynamic_sampling.rounds": algorithm.attempts,
             f"rollout.{of_segments}": self.num_segments,
+            "environment.sequences": self.num_sequences,
         }
         key, number = max(factors.items(), key=lambda item: item[1])
         most = self.MAX_ROWS * number // rows
@@ -607,6 +608,11 @@ class Spec(StrictModel):
         if tokens is None:
             return 1
         return self.rollout.max_segments or -(-longest // tokens)
+
+    @property
+    def num_sequences(self) -> int:
+        """Rows of a response: of an episode as many as its program may begin conversations."""
+        return 1 if self.environment is None else self.environment.sequences
 
     @property
     def num_blocks(self) -> int:

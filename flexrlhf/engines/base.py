@@ -40,10 +40,11 @@ class Batch:
 
     columns:            name → tensor (n, ...); operators/columns.py has the shapes and dtypes.
     rows:               int64 (n,), numbers of the rows in the step's batch; samples of one prompt are neighbours.
-    samples_per_prompt: rows of one prompt.
+    samples_per_prompt: rows of one prompt: of each of its samples as many as it has sequences.
     blocks:             places of the prompts that are composed into passes together; empty: all of them.
     compares:           whether all sequences of a prompt are in one pass, because a loss compares them.
     tokens:             computed tokens of a pass; None: as in the settings of the model.
+    sequences:          rows of one episode, neighbours; a further one that no conversation has used has no tokens.
     """
 
     columns: Mapping[str, Tensor]
@@ -52,6 +53,7 @@ class Batch:
     blocks: tuple[tuple[int, ...], ...] = ()
     compares: bool = False
     tokens: int | None = None
+    sequences: int = 1
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -79,6 +81,24 @@ class Batch:
         given = self.columns["response_mask"].sum(1) if "responses" in self.columns else torch.zeros_like(self.rows)
         room = longest - given
         return room.minimum(self.columns["most_tokens"]) if "most_tokens" in self.columns else room
+
+    @property
+    def episodes(self) -> Batch:
+        """The first row of each episode, which its scores and all statistics of responses are of."""
+        k = self.sequences
+        if k == 1:
+            return self
+        firsts = replace(self.select(slice(None, None, k)), blocks=self.blocks)
+        return replace(firsts, samples_per_prompt=self.samples_per_prompt // k, sequences=1)
+
+    @property
+    def is_further(self) -> Tensor:
+        """Rows bool (n,) of further sequences of an episode."""
+        return self.rows % self.sequences > 0
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """Return ``values`` (n / sequences, ...) of episodes, (n, ...): for each of their rows."""
+        return values if self.sequences == 1 else values.repeat_interleave(self.sequences, 0)
 
     def select(self, part: slice | Tensor) -> Batch:
         """Return the rows of ``part``, a range or int64 places; as views of a range."""
@@ -147,7 +167,8 @@ class Totals:
     tokens:    response tokens that count (``Batch.mask``).
     sequences: responses with at least one such token.
     prompts:   prompts.
-    taken_prompts: those with a response that is trained on, or that is truncated and counts.
+    taken:     sequences of prompts with one that is trained on, or that is truncated and counts.
+    unused:    rows of episodes that have fewer sequences.
     sampled_tokens, sampled_sequences: the same of ``Batch.sampled_mask``, with the ones that are rejected.
     """
 
@@ -156,7 +177,8 @@ class Totals:
     prompts: float
     sampled_tokens: float = 0.0
     sampled_sequences: float = 0.0
-    taken_prompts: float = 0.0
+    taken: float = 0.0
+    unused: float = 0.0
 
     @classmethod
     def of(cls, batch: Batch, dp: RankGroup) -> Totals:
@@ -165,11 +187,12 @@ class Totals:
         counts = [number for each in (mask, sampled) for number in (each.sum(), (each.sum(1) > 0).double().sum())]
         outcomes = batch.columns.get("outcome", torch.zeros_like(batch.rows))
         is_taken = (outcomes == Outcome.TRAINED.code) | (outcomes == Outcome.TRUNCATED.code)
-        taken = is_taken.view(-1, batch.samples_per_prompt).any(1).double().sum()
-        sums = dp.sum(torch.stack([*counts, mask.new_tensor(len(batch)), taken])).tolist()
-        tokens, sequences, sampled_tokens, sampled_sequences, rows, taken_prompts = sums
-        prompts = rows / batch.samples_per_prompt
-        return cls(tokens, sequences, prompts, sampled_tokens, sampled_sequences, taken_prompts)
+        is_unused = outcomes == Outcome.UNUSED.code
+        taken = is_taken.view(-1, batch.samples_per_prompt).any(1).repeat_interleave(batch.samples_per_prompt)
+        counts += [(taken & ~is_unused).double().sum(), is_unused.double().sum(), mask.new_tensor(len(batch))]
+        *sizes, rows = dp.sum(torch.stack(counts)).tolist()
+        tokens, sequences, *further = sizes
+        return cls(tokens, sequences, rows / batch.samples_per_prompt, *further)
 
 
 EntropyUse = Literal["none", "value", "gradient"]

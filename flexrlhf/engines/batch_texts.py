@@ -38,8 +38,9 @@ class BatchTexts:
     prompts:    (n,), tokens of each prompt.
     responses:  (n,), tokens of each response.
     contents:   bytes that two sequences have in common only if all their tokens are the same.
-    samples:    sequences of a prompt.
-    same:       of each prompt, whether its sequences have the same one; encoded again, they do not.
+    samples:    rows of a prompt.
+    same:       of each prompt, whether its first sequences have the same one; encoded again, they do not.
+    sequences:  rows of an episode, of which further ones have prompts of their own.
     """
 
     tokens: NDArray[np.int64]
@@ -48,6 +49,7 @@ class BatchTexts:
     contents: list[bytes]
     samples: int
     same: list[bool]
+    sequences: int = 1
 
     @classmethod
     def of(cls, batch: Batch, lengths: Lengths) -> BatchTexts:
@@ -59,10 +61,16 @@ class BatchTexts:
         # a row without any token has a place all the same
         prompts = np.maximum(prompts, prompts + responses == 0)
         shown = np.where(mask, read, -1)
-        prompt = shown[:, : lengths.prompt].reshape(-1, samples, lengths.prompt)
+        prompt = shown[:, : lengths.prompt].reshape(-1, samples, lengths.prompt)[:, :: batch.sequences]
         same = (prompt == prompt[:, :1]).all((1, 2))
+        read = np.where(mask, read, -1 - read)
+        if batch.sequences > 1:
+            # a row that no conversation has used is the prompt of its first sequence once more
+            numbers = np.arange(len(read))
+            own = np.where(mask.any(1), numbers, numbers - numbers % batch.sequences)
+            read, prompts, shown = read[own], prompts[own], shown[own]
         contents = [row.tobytes() for row in shown]
-        return cls(np.where(mask, read, -1 - read), prompts, responses, contents, samples, same.tolist())
+        return cls(read, prompts, responses, contents, samples, same.tolist(), batch.sequences)
 
     def units(self, number: int, settings: PassSettings, compares: bool) -> Iterator[PassUnit]:
         """Yield the units of one prompt. The same sequence is computed once.
@@ -70,7 +78,8 @@ class BatchTexts:
         Rounding depends on the place in a pass, and group advantages would enlarge the difference of equal sequences.
         """
         alike: dict[bytes, list[int]] = {}
-        for row in range(number * self.samples, (number + 1) * self.samples):
+        rows_of_prompt = range(number * self.samples, (number + 1) * self.samples)
+        for row in sorted(rows_of_prompt, key=lambda row: row % self.sequences > 0):
             alike.setdefault(self.contents[row], []).append(row)
         again = {first: others for first, *others in alike.values()}
         left = iter(again)
@@ -80,8 +89,13 @@ class BatchTexts:
 
     def _groups(self, number: int, rows: Sequence[int], settings: PassSettings, compares: bool) -> tuple[Unit, ...]:
         """Return the sequences ``rows`` of one prompt in units, in order."""
+        units: tuple[Unit, ...] = ()
         if settings.packs and settings.shares and self.same[number] and self.prompts[rows[0]]:
-            group = TextGroup(int(self.prompts[rows[0]]), tuple(int(self.responses[row]) for row in rows))
-            return group.units(settings.budget, shares=True, compares=compares, masks=settings.masks)
+            alike = [row for row in rows if row % self.sequences == 0]
+            group = TextGroup(int(self.prompts[rows[0]]), tuple(int(self.responses[row]) for row in alike))
+            units = group.units(settings.budget, shares=True, compares=compares, masks=settings.masks)
+            rows = rows[len(alike) :]
         apart = tuple(TextGroup(int(self.prompts[row]), (int(self.responses[row]),)) for row in rows)
-        return TextGroup.as_units(apart, compares)
+        if compares:
+            return ((*(group for unit in units for group in unit), *apart),)
+        return units + TextGroup.as_units(apart, compares)

@@ -136,11 +136,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class SequenceLengths:
-    """Padded tokens of a row, and the number of rows of one prompt."""
+    """Padded tokens of a row, the number of rows of one prompt, and of one episode, each with its own prompt."""
 
     prompt: int
     response: int
     samples_per_prompt: int = 1
+    sequences: int = 1
 
     @property
     def width(self) -> int:
@@ -361,9 +362,14 @@ class Sizing:
         packing = TextPacking.of(model, self.shapes.get(model.role), texts.width)
         budget, shares = settings.micro_batch_tokens, settings.shares_in_passes
         rows, packs, compares, masks = work.rows, packing.packs, work.compares, packing.masks
-        return largest_pass(
-            texts.prompt, texts.response, samples, budget, rows, packs, shares, compares, work.block, masks
-        )
+
+        def largest(shares: bool) -> PassSize:
+            return largest_pass(
+                texts.prompt, texts.response, samples, budget, rows, packs, shares, compares, work.block, masks
+            )
+
+        # further sequences have prompts of their own: a prompt may be shared by any of its rows, or by none
+        return largest(shares) if texts.sequences == 1 else largest(shares).or_larger(largest(False))
 
     def _pass_parts(self, work: Compute, model: PlacedModel, shape: ModelShape, rank: int) -> NamedBytes:
         """Return the bytes of activations, logits and caches, and of tensors between pipeline stages."""

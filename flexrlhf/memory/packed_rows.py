@@ -290,6 +290,12 @@ class PassSize:
         several = passes * self.tokens
         return several if self.total is None else max(self.tokens, min(several, texts * self.total))
 
+    def or_larger(self, other: PassSize) -> PassSize:
+        """Return bounds of both."""
+        total = None if self.total is None or other.total is None else max(self.total, other.total)
+        sizes = max(self.tokens, other.tokens), max(self.width, other.width), max(self.responses, other.responses)
+        return PassSize(*sizes, self.packed, self.masks, total)
+
     def of_part(self, cp: int) -> PassSize:
         """Return the size on one of ``cp`` ranks that share the tokens of every row."""
         if cp == 1:

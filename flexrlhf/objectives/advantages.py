@@ -55,8 +55,10 @@ def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: CombineContext) -
     that are not finite, with ``invalid_scores: stop``.
     """
     shaped = shape_rewards(spec, batch, context)
-    finite = finite_scores(spec, batch, batch["scores.cost"], context)
-    costs = batch["scores.cost"].where(finite, 0.0)
+    episodes = batch.episodes
+    finite = finite_scores(spec, episodes, episodes["scores.cost"], context)
+    costs = episodes["scores.cost"].where(finite, 0.0)
+    cost_statistics, costs, finite = moments(costs, finite), batch.of_rows(costs), batch.of_rows(finite)
     mask = shaped.mask * finite[:, None].to(shaped.mask.dtype)
     penalty, kl = kl_penalty(spec, batch, mask, context.state)
     token_costs = token_rewards(costs, batch, mask, ".cost")
@@ -69,14 +71,15 @@ def safe_advantages(spec: SafeRlhfSpec, batch: Batch, context: CombineContext) -
     statistics = {
         **shaped.statistics,
         **kl,
-        "cost": moments(costs, finite),
+        "cost": cost_statistics,
         "lagrange": moments(costs.new_full((len(batch),), multiplier)),
         "advantage": moments(advantages, mask),
         "return": moments(returns, mask),
         "value": moments(batch["values"][:, :-1], mask),
     }
     advantages = whiten_advantages(spec, advantages, mask, context)
-    outcomes = shaped.outcomes.masked_fill(~finite, Outcome.INVALID_SCORE.code)
+    is_invalid = ~finite & (shaped.outcomes != Outcome.UNUSED.code)
+    outcomes = shaped.outcomes.masked_fill(is_invalid, Outcome.INVALID_SCORE.code)
     returned = {"returns": returns, "returns.cost": cost_returns}
     return {"loss_mask": mask, "advantages": advantages, **returned, "outcome": outcomes}, statistics
 
@@ -90,7 +93,7 @@ def estimate_advantages(
     bootstrap: False: never, for rewards that are complete also of a truncated response.
     """
     after_last = (last_positions(mask.bool()) + 1)[:, None]
-    final = values.gather(1, after_last).squeeze(1) * (1 - batch["finished"].float())
+    final = values.gather(1, after_last).squeeze(1) * (1 - batch.of_rows(batch.episodes["finished"]).float())
     if not bootstrap or spec.truncation != "bootstrap":
         final = torch.zeros_like(final)
     return gae(rewards, values, mask, spec.gamma, spec.gae_lambda, final)
@@ -156,8 +159,10 @@ def reinforce_advantages(spec: ReinforceSpec, batch: Batch, context: CombineCont
     rewards, baseline = shaped.rewards, torch.zeros_like(shaped.scores)
     if spec.baseline == "group":
         rewards, scores = on_last_token(shaped.scores, shaped.mask), shaped.scores.double()
-        samples, earlier = batch.samples_per_prompt, context.earlier
-        baseline = scores - centre_in_groups(scores, shaped.counts, samples, "mean", earlier)[0]
+        k, earlier = batch.sequences, context.earlier
+        firsts, counts = scores[::k], shaped.counts[::k]
+        centred = centre_in_groups(firsts, counts, batch.samples_per_prompt // k, "mean", earlier)[0]
+        baseline = scores - batch.of_rows(centred)
     penalty, kl = kl_penalty(spec, batch, shaped.mask, context.state)
     columns, statistics = returns_over_baseline(spec, rewards - penalty, baseline, shaped.mask, context)
     columns |= {"outcome": shaped.outcomes, **ended_scores(shaped.scores, shaped.counts, context)}
@@ -175,7 +180,8 @@ def remax_advantages(spec: ReturnsSpec, batch: Batch, context: CombineContext) -
         name.removesuffix(".greedy"): column for name, column in batch.columns.items() if name.endswith(".greedy")
     }
     greedy = shape_rewards(spec, replace(batch, columns=greedy_columns), context)
-    outcomes = shaped.outcomes.where(shaped.outcomes > 0, greedy.outcomes)
+    greedy_outcomes = batch.of_rows(greedy.outcomes[:: batch.sequences])
+    outcomes = shaped.outcomes.where(shaped.outcomes > 0, greedy_outcomes)
     mask = shaped.mask * (outcomes == 0)[:, None].to(shaped.mask.dtype)
     penalty, kl = kl_penalty(spec, batch, mask, context.state)
     columns, statistics = returns_over_baseline(spec, shaped.rewards - penalty, greedy.scores, mask, context)

@@ -1,7 +1,8 @@
 """Advantages of responses relative to others to the same prompt: GRPO, RLOO, RAFT.
 
 Shapes: n rows of this rank, R response positions; g = n / samples_per_prompt groups of s responses, which are
-neighbours on one rank.
+neighbours on one rank. A response is one row, or an episode of k: groups compare episodes, and all sequences of one
+have its advantage.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
     shaped = shape_rewards(spec, batch, context)
     penalty, kl = kl_penalty(spec, batch, shaped.mask, context.state)
     is_after = spec.kl is not None and spec.kl.place == "advantages"
-    totals = (shaped.rewards if is_after else shaped.rewards - penalty).double().sum(1)
-    compared = _compare(spec, totals, shaped, batch.samples_per_prompt, context.earlier)
+    rewards, k = (shaped.rewards if is_after else shaped.rewards - penalty).double(), batch.sequences
+    totals = _totals(rewards, torch.zeros_like(penalty) if is_after else penalty, batch)
+    compared = _compare(spec, totals, shaped, batch, context.earlier)
     centred, alike = compared.centred, compared.alike
     if spec.scale == "group":
         centred = centred / (compared.deviation + EPSILON)
     mask, outcomes, statistics = shaped.mask, shaped.outcomes, {**shaped.statistics, **kl}
     if spec.truncation == "mask-loss":
-        is_truncated = (batch["finished"] == 0) & (outcomes == 0)
+        is_truncated = (batch.of_rows(batch.episodes["finished"]) == 0) & (outcomes == 0)
         mask = mask * (~is_truncated)[:, None].to(mask.dtype)
         outcomes = outcomes.masked_fill(is_truncated, Outcome.TRUNCATED.code)
-    statistics["group_alike"] = moments(alike.float(), shaped.counts)
+    statistics["group_alike"] = moments(alike[::k].float(), shaped.counts[::k])
     if spec.dynamic_sampling is not None:
         selected = _selected(spec, batch, shaped, context)
         mask = mask * selected[:, None].to(mask.dtype)
@@ -55,7 +57,7 @@ def group_advantages(spec: GroupSpec, batch: Batch, context: CombineContext) -> 
         kept = shaped.outcomes if spec.counts_truncated else outcomes
         outcomes = outcomes.where(selected | (kept > 0), reasons.to(outcomes.dtype))
         statistics |= _taken(batch, selected)
-    advantages, ended = centred[:, None] * mask, ended_scores(totals, shaped.counts, context)
+    advantages, ended = centred[:, None] * mask, ended_scores(batch.of_rows(totals), shaped.counts, context)
     if is_after:
         # a token's choice has made the tokens after it possible, so their penalties count as well
         advantages = (centred[:, None] - _from_here_on(penalty)) * mask
@@ -82,18 +84,28 @@ class _Compared(NamedTuple):
     alike: Tensor
 
 
+def _totals(rewards: Tensor, penalty: Tensor, batch: Batch) -> Tensor:
+    """Return the sum (n / k,) of the ``rewards`` (n, R) of each episode's first sequence, which are less their penalty,
+    less the ``penalty`` (n, R) of its further ones."""
+    k = batch.sequences
+    return rewards[::k].sum(1) - penalty.to(rewards.dtype).sum(1).view(-1, k)[:, 1:].sum(1)
+
+
 def _compare(
-    spec: GroupSpec, scores: Tensor, shaped: ShapedRewards, samples: int, earlier: EarlierScores | None
+    spec: GroupSpec, scores: Tensor, shaped: ShapedRewards, batch: Batch, earlier: EarlierScores | None
 ) -> _Compared:
-    """Compare ``scores`` (n,) in groups, which ``earlier`` completes where they are not whole."""
-    centred, deviation = centre_in_groups(scores, shaped.counts, samples, spec.baseline, earlier)
+    """Compare ``scores`` (n / k,) in groups, which ``earlier`` completes where they are not whole."""
+    k = batch.sequences
+    samples, counts = batch.samples_per_prompt // k, shaped.counts[::k]
+    centred, deviation = centre_in_groups(scores, counts, samples, spec.baseline, earlier)
     if earlier is None:
         # by raw scores: a penalty, also one for length, would make responses differ that score alike
-        alike = _score_alike(shaped.raw_scores.view(-1, samples), shaped.counts.view(-1, samples))
-        return _Compared(centred, deviation, alike.expand(-1, samples).reshape(-1))
-    known = earlier.completed(Column.GROUP_SCORES, scores, shaped.counts)
-    alike = _score_alike(known.nan_to_num(), ~known.isnan()).expand_as(known).flatten()
-    return _Compared(centred, deviation, alike[earlier.places])
+        alike = _score_alike(shaped.raw_scores[::k].view(-1, samples), counts.view(-1, samples))
+        alike = alike.expand(-1, samples).reshape(-1)
+    else:
+        known = earlier.completed(Column.GROUP_SCORES, scores, counts)
+        alike = _score_alike(known.nan_to_num(), ~known.isnan()).expand_as(known).flatten()[earlier.places]
+    return _Compared(*map(batch.of_rows, (centred, deviation, alike)))
 
 
 def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
@@ -104,9 +116,12 @@ def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tupl
     """
     shaped = shape_rewards(spec, batch, context)
     penalty, kl = kl_penalty(spec, batch, shaped.mask, context.state)
-    totals = (shaped.rewards - penalty).sum(1).masked_fill(~shaped.counts, -torch.inf)
-    best = totals.view(-1, batch.samples_per_prompt).argmax(1, keepdim=True)
-    selected = torch.zeros_like(shaped.counts).view(-1, batch.samples_per_prompt).scatter(1, best, True).view(-1)
+    totals = _totals(shaped.rewards - penalty, penalty, batch).masked_fill(
+        ~shaped.counts[:: batch.sequences], -torch.inf
+    )
+    totals = totals.view(-1, batch.samples_per_prompt // batch.sequences)
+    best = totals.argmax(1, keepdim=True)
+    selected = batch.of_rows(torch.zeros_like(totals, dtype=torch.bool).scatter(1, best, True).flatten())
     mask = shaped.mask * selected[:, None].to(shaped.mask.dtype)
     outcomes = shaped.outcomes.masked_fill(shaped.counts & ~selected, Outcome.NOT_BEST.code)
     statistics = {**shaped.statistics, **kl, **_taken(batch, selected), "advantage": moments(mask, mask)}
@@ -115,7 +130,8 @@ def best_of_group(spec: RaftSpec, batch: Batch, context: CombineContext) -> tupl
 
 def _taken(batch: Batch, selected: Tensor) -> Moments:
     """Return the length of the responses that a choice has taken."""
-    return {"taken_length": moments(batch["response_mask"].float().sum(1), selected)}
+    k = batch.sequences
+    return {"taken_length": moments(batch["response_mask"][::k].float().sum(1), selected[::k])}
 
 
 def centre_in_groups(
@@ -167,8 +183,9 @@ def _rounding(grouped: Tensor, weights: Tensor) -> Tensor:
 
 def useful_groups(spec: GroupSpec, batch: Batch, context: CombineContext) -> Tensor:
     """Return bool (g,): whether the responses of a group that count have different raw scores."""
-    scores, outcomes = raw_scores(spec, batch, context)
-    samples = batch.samples_per_prompt
+    episodes = batch.episodes
+    scores, outcomes = raw_scores(spec, episodes, context)
+    samples = episodes.samples_per_prompt
     return ~_score_alike(scores.view(-1, samples), (outcomes == 0).view(-1, samples)).squeeze(1)
 
 
@@ -190,8 +207,8 @@ def _selected_of_mini_batch(
     This is DAPO's dynamic sampling (Yu et al. 2025, section 3.2). It is done for each mini-batch, so that none is left
     without rows while another has more than its share: as many groups as its first attempt has.
     """
-    samples = batch.samples_per_prompt
-    useful = ~_score_alike(scores.view(-1, samples), counts.view(-1, samples)).squeeze(1)
+    samples, k = batch.samples_per_prompt, batch.sequences
+    useful = ~_score_alike(scores[::k].view(-1, samples // k), counts[::k].view(-1, samples // k)).squeeze(1)
     if not context.has_surplus:
         return useful.repeat_interleave(samples)
     prompts = batch.rows[::samples] // samples
@@ -209,18 +226,23 @@ def process_advantages(
     column of the rewards of steps, for responses of their groups that end later.
 
     Rewards of steps are normalised over all steps of the group (GRPO, Shao et al. 2024, section 4.1.3), of its
-    responses that have ended by now. ``earlier``: of these, if groups are not whole.
+    responses that have ended by now. ``earlier``: of these, if groups are not whole. Further sequences of an episode
+    have the normalised rewards of all its steps.
     """
-    rewards, ends = _step_rewards(batch, shaped)
-    by_deviation, ended, statistics = spec.scale == "group", Columns(), moments(ends.sum(1).float(), shaped.counts)
+    k = batch.sequences
+    (rewards, ends), counts = (each[::k] for each in _step_rewards(batch, shaped)), shaped.counts[::k]
+    by_deviation, ended, statistics = spec.scale == "group", Columns(), moments(ends.sum(1).float(), counts)
     if earlier is None:
-        normalised = _normalised(rewards, ends, batch.samples_per_prompt, by_deviation)
+        normalised = _normalised(rewards, ends, batch.samples_per_prompt // k, by_deviation)
     else:
-        ended[Column.GROUP_STEPS] = rewards.float().masked_fill(~ends, torch.nan)
-        known = earlier.completed(Column.GROUP_STEPS, ended[Column.GROUP_STEPS], shaped.counts)
+        own = rewards.float().masked_fill(~ends, torch.nan)
+        ended[Column.GROUP_STEPS] = batch.of_rows(own)
+        known = earlier.completed(Column.GROUP_STEPS, own, counts)
         filled, known_ends = known.nan_to_num().flatten(0, 1), ~known.isnan().flatten(0, 1)
         normalised = _normalised(filled, known_ends, known.shape[1], by_deviation)[earlier.places]
-    return _from_here_on(normalised) * shaped.mask, ended, {"response_steps": statistics}
+    advantages = batch.of_rows(_from_here_on(normalised))
+    advantages = torch.where(batch.is_further[:, None], advantages[:, :1], advantages)
+    return advantages * shaped.mask, ended, {"response_steps": statistics}
 
 
 def _from_here_on(values: Tensor) -> Tensor:

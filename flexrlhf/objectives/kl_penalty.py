@@ -55,14 +55,20 @@ def kl_penalty(spec: PolicySpec, batch: Batch, mask: Tensor, state: Mapping[str,
     sampled = batch["rollout_logprobs" if "rollout_logprobs" in batch.columns else "logprobs"]
     log_ratio = (sampled - batch["ref_logprobs"]) * mask
     estimate = kl_estimate(spec.kl, log_ratio) * mask
-    statistics = measured_kl(log_ratio, mask) | used
+    statistics = measured_kl(log_ratio, mask, batch) | used
     if spec.kl.target is not None and spec.kl.target_unit == "token":
-        statistics["kl_response_mean"] = moments(estimate.sum(1) / mask.sum(1).clamp(min=1), mask.any(1))
+        means, is_counted = estimate.sum(1) / mask.sum(1).clamp(min=1), mask.any(1) & ~batch.is_further
+        statistics["kl_response_mean"] = moments(means, is_counted)
     if spec.kl.place == "loss":
         return torch.zeros_like(log_ratio), statistics
     return coefficient * estimate, statistics
 
 
-def measured_kl(log_ratio: Tensor, mask: Tensor) -> Moments:
-    """Return the statistics of the KL to the reference, from log-ratios (n, R) that are 0 outside ``mask`` (n, R)."""
-    return {"kl": moments(log_ratio.sum(1), mask.any(1)), "kl_token": moments(log_ratio, mask)}
+def measured_kl(log_ratio: Tensor, mask: Tensor, batch: Batch) -> Moments:
+    """Return the statistics of the KL to the reference, from log-ratios (n, R) that are 0 outside ``mask`` (n, R).
+
+    The mean over responses is of episodes, each with all its sequences.
+    """
+    of_responses, is_counted = moments(log_ratio.sum(1), mask.any(1)), mask.any(1)
+    of_responses[0] -= (is_counted & batch.is_further).double().sum()
+    return {"kl": of_responses, "kl_token": moments(log_ratio, mask)}

@@ -99,8 +99,8 @@ def policy_loss(spec: PolicySpec) -> Loss:
         if spec.truncation == "mask-loss":
             # all responses of the mini-batch: truncated ones have no tokens that count, and are counted; but for
             # groups that dynamic sampling leaves out
-            prompts = totals.prompts if spec.attempts == 1 else totals.taken_prompts
-            totals = replace(totals, sequences=prompts * batch.samples_per_prompt)
+            used = totals.prompts * batch.samples_per_prompt - totals.unused
+            totals = replace(totals, sequences=used if spec.attempts == 1 else totals.taken)
         losses, statistics = surrogate_losses(spec, outputs, batch)
         loss = aggregate(losses, mask, how, totals)
         assert outputs.entropy is not None
@@ -132,7 +132,7 @@ def on_policy(spec: PolicySpec, loss: Loss) -> Loss:
         own = outputs.quantity.detach()
         contribution, statistics = loss.function(outputs, batch.with_columns({"logprobs": own}), totals)
         if reports:
-            statistics |= measured_kl((own - batch["ref_logprobs"]) * batch.mask, batch.mask)
+            statistics |= measured_kl((own - batch["ref_logprobs"]) * batch.mask, batch.mask, batch)
         return contribution, statistics
 
     return replace(loss, function=function, statistics=loss.statistics + (("kl", "kl_token") if reports else ()))

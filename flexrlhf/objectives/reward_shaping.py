@@ -29,7 +29,7 @@ class ShapedRewards:
     """Rewards of the tokens of a batch, before the KL penalty.
 
     outcomes:   uint8 (n,), codes of why responses are left out.
-    mask:       uint8 (n, R), 1 on response tokens of these.
+    mask:       uint8 (n, R), 1 on response tokens of the others.
     raw_scores: (n,), scores before shaping; 0 for one that is not finite.
     scores:     (n,), scores after shaping; 0 for a response without one.
     rewards:    (n, R), reward of each token; a response's sum to its score.
@@ -52,9 +52,24 @@ class ShapedRewards:
 def shape_rewards(spec: PolicySpec, batch: Batch, context: CombineContext) -> ShapedRewards:
     """Shape the scores of ``batch`` by the settings of the algorithm.
 
-    Reads ``scores`` (n,), ``finished`` (n,), ``response_mask`` (n, R), and ``token_scores`` (n, R) if there are any.
-    Raises RunStopped for scores that are not finite, with ``invalid_scores: stop``.
+    Reads ``scores`` (n,), ``finished`` (n,), ``response_mask`` (n, R), and ``token_scores`` (n, R) if there are any. An
+    episode has one score, that of its first sequence, and counts once in statistics; further sequences, without scores
+    of tokens, have it on their last token. Raises RunStopped for scores that are not finite, with ``invalid_scores:
+    stop``.
     """
+    shaped = _shaped_episodes(spec, batch.episodes, context)
+    if batch.sequences == 1:
+        return shaped
+    of_rows, mask = batch.of_rows, batch["response_mask"]
+    outcomes = of_rows(shaped.outcomes).masked_fill(batch.is_further & ~mask.bool().any(1), Outcome.UNUSED.code)
+    mask = mask * (outcomes == 0)[:, None].to(mask.dtype)
+    scores = of_rows(shaped.scores)
+    rewards = token_rewards(scores, batch, mask)
+    return ShapedRewards(outcomes, mask, of_rows(shaped.raw_scores), scores, rewards, shaped.statistics)
+
+
+def _shaped_episodes(spec: PolicySpec, batch: Batch, context: CombineContext) -> ShapedRewards:
+    """Return the rewards of ``batch``, whose rows are episodes of their own."""
     truncated = 1 - batch["finished"].float()
     scores_before, outcomes = raw_scores(spec, batch, context)
     counts, invalid = outcomes == 0, outcomes == Outcome.INVALID_SCORE.code

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal, get_args
 
-from flexrlhf.operators.columns import TEXT, Column, Qualifier, Quantity
+from flexrlhf.operators.columns import TEXT, Column, Qualifier, Quantity, plain
 
 CallKind = Literal["generate", "forward", "train"]
 """Kind of a model's call."""
@@ -186,6 +186,12 @@ class Operator:
         return self.function == TAKE_PROMPTS.function
 
     @property
+    def is_of_episodes(self) -> bool:
+        """Whether it computes for the first sequence of an episode alone: scores, and statistics of evaluations."""
+        scores = self.kind != "generate" and any(plain(name) in SCORES for name in self.writes)
+        return scores or self.kind in ("score", "retokenize") or self.function in EVALUATION_METRICS
+
+    @property
     def joins_responses(self) -> bool:
         """Whether it decides which rows a step trains on, of the responses that several operators generate."""
         return self.function == WHOLE_RESPONSES
@@ -298,6 +304,8 @@ class Graph:
         return frozenset(names)
 
 
+SCORES = ("scores", "token_scores")
+"""Columns of scores of responses, by kind."""
 ENVIRONMENT = "environment"
 """Section of the YAML with the environment that replies to a generate."""
 

@@ -1,6 +1,8 @@
 """Layouts: how a placed model's ranks form replicas, and how the prompts of every mini-batch are split over these.
 
 The unit is the prompt, because samples of one prompt are never separated: row = prompt * samples_per_prompt + sample.
+A sample that is an episode of several sequences has a row for each: row = (prompt * samples + sample) * sequences +
+sequence, and ``samples_per_prompt`` counts these rows.
 Every mini-batch is split by itself, so that forward and training use the same rows on the same rank for any chunks.
 
 A mini-batch is divided into blocks of consecutive prompts, whatever the placement. Passes are composed inside a block,
@@ -10,7 +12,7 @@ have the same bits on any number of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -198,6 +200,7 @@ class BatchShape:
     places for the prompts that it takes, in one attempt.
     ``is_by_row``: whether a row is trained on when it has ended, without the other samples of its prompt
     (``rollout.groups: as-ended``).
+    ``sequences``: rows of an episode, for conversations that its program may begin (``environment.sequences``).
     """
 
     num_prompts: int
@@ -208,6 +211,7 @@ class BatchShape:
     segments: int = 1
     attempts: int = 1
     is_by_row: bool = False
+    sequences: int = 1
 
     @classmethod
     def of(cls, spec: Spec) -> Self:
@@ -215,18 +219,30 @@ class BatchShape:
         algorithm, segments = spec.algorithm, spec.num_segments
         return cls(
             algorithm.num_prompts * segments,
-            algorithm.samples_per_prompt,
+            algorithm.samples_per_prompt * spec.num_sequences,
             algorithm.num_mini_batches,
             spec.schedule.num_chunks,
             spec.num_blocks,
             segments,
             algorithm.attempts,
             segments > 1 and spec.rollout.groups == "as-ended",
+            spec.num_sequences,
         )
 
     @property
     def num_rows(self) -> int:
         return self.num_prompts * self.samples_per_prompt
+
+    @property
+    def unit_rows(self) -> int:
+        """Neighbouring rows that are trained on in the same step: of a prompt, or of an episode."""
+        return self.sequences if self.is_by_row else self.samples_per_prompt
+
+    @property
+    def alike_rows(self) -> int:
+        """Rows that begin with the same prompt, on the average: further sequences have one of their own."""
+        samples = self.samples_per_prompt // self.sequences
+        return self.samples_per_prompt // (1 + samples * (self.sequences - 1))
 
     @property
     def mini_batches(self) -> range:
@@ -377,6 +393,10 @@ class BatchShape:
         """Return the rows of ``prompts``: all samples of each."""
         n = self.samples_per_prompt
         return tuple(prompt * n + sample for prompt in prompts for sample in range(n))
+
+    def text_rows(self, prompts: Iterable[int]) -> tuple[int, ...]:
+        """Return the rows of ``prompts`` that have a text of the data: the first one of each sample."""
+        return self.rows(tuple(prompts))[:: self.sequences]
 
 
 def generation_layout(training: Layout, tp: int, pp: int = 1) -> Layout:

@@ -38,8 +38,9 @@ class EpisodeProcesses:
     def most_episodes(self) -> int:
         """Most episodes of a process that await a reply together: of the rows of a chunk on a replica."""
         layouts, batch = self._layouts()[:1], self.plan.batch
+        samples = batch.samples_per_prompt // batch.sequences
         counts = [
-            -(-len(batch.prompts_on(layout, rank, batch.chunk(index))) * batch.samples_per_prompt // count)
+            -(-len(batch.prompts_on(layout, rank, batch.chunk(index))) * samples // count)
             for layout in layouts
             for rank, count in self._of_layout(layout)
             for index in range(batch.num_chunks)

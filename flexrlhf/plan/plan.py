@@ -246,7 +246,8 @@ class Plan:
     @cached_property
     def sizing(self) -> Sizing:
         """Inputs of the memory plan."""
-        texts = SequenceLengths(self.lengths.prompt, self.lengths.response, self.batch.samples_per_prompt)
+        of_rows = self.batch.samples_per_prompt, self.batch.sequences
+        texts = SequenceLengths(self.lengths.prompt, self.lengths.response, *of_rows)
         node_of = self.cluster.node_of if self.cluster.num_nodes > 1 else None
         debug, reusing = self.spec.debug, dict[ModelName, str]()
         if debug.reused_weights:

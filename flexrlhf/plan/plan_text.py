@@ -108,10 +108,10 @@ def _batch(plan: Plan) -> list[str]:
     sizes = [n * len(batch.prompts(mini_batch)) for mini_batch in batch.mini_batches]
     chunks = [sum(sizes[mini_batch] for mini_batch in batch.chunk(index)) for index in range(c)]
     chunked = f"{counted(c, 'chunk')} of {counted(m // c, 'mini-batch')}"
-    p, r = plan.lengths.prompt, plan.lengths.response
+    p, r, k = plan.lengths.prompt, plan.lengths.response, batch.sequences
+    of_prompt = f"{counted(n // k, _response(plan))}" + (f" x {k} sequences of an episode, at most" if k > 1 else "")
     return [
-        f"rows per step        {rows:>8} = {counted(batch.num_prompts, 'prompt')} x {counted(n, _response(plan))}"
-        + _places(batch),
+        f"rows per step        {rows:>8} = {counted(batch.num_prompts, 'prompt')} x {of_prompt}" + _places(batch),
         *_largest(plan),
         f"rows per mini-batch  {_range(sizes):>8} = {rows} rows / {counted(m, 'mini-batch')}, whole prompts",
         f"rows per chunk       {_range(chunks):>8} = {rows} rows / {chunked}",

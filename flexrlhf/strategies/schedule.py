@@ -413,8 +413,9 @@ def opening(graph: Graph, placement: Placement, shape: BatchShape, spec: Spec) -
 
 def _evaluation(graph: Graph, placement: Placement, shape: BatchShape, settings: EvalSpec) -> Eval:
     # a batch has as many prompts as a step
-    samples = settings.num_samples(shape.samples_per_prompt)
-    batch = BatchShape(shape.num_new, samples, num_blocks=shape.num_blocks)
+    k = shape.sequences
+    samples = k * settings.num_samples(shape.samples_per_prompt // k)
+    batch = BatchShape(shape.num_new, samples, num_blocks=shape.num_blocks, sequences=k)
     inner = evaluation_of(graph, placement, batch)
     return Eval(ranks=tuple(sorted({rank for each in inner for rank in each.ranks})), instructions=inner, batch=batch)
 

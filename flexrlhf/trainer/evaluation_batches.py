@@ -44,7 +44,7 @@ class EvaluationShape(BatchShape):
     @property
     def planned(self) -> BatchShape:
         """The places of one batch."""
-        return BatchShape(self.places, self.samples_per_prompt, num_blocks=self.num_blocks)
+        return BatchShape(self.places, self.samples_per_prompt, num_blocks=self.num_blocks, sequences=self.sequences)
 
     def at(self, batch: int, places: Iterable[int]) -> tuple[int, ...]:
         """Return the prompts at ``places`` of a batch, ascending."""
@@ -60,8 +60,9 @@ class EvaluationShape(BatchShape):
 def evaluation_shape(num_prompts: int, batch: BatchShape) -> EvaluationShape:
     """Return the shape of ``num_prompts`` in batches like ``batch``."""
     count = -(-num_prompts // batch.num_prompts)
-    blocks = batch.num_blocks
-    return EvaluationShape(num_prompts, batch.samples_per_prompt, count, num_blocks=blocks, places=batch.num_prompts)
+    blocks, k = batch.num_blocks, batch.sequences
+    sizes = num_prompts, batch.samples_per_prompt, count
+    return EvaluationShape(*sizes, num_blocks=blocks, sequences=k, places=batch.num_prompts)
 
 
 @lru_cache(maxsize=64)

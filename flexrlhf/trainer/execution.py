@@ -68,7 +68,7 @@ class OperatorRun:
     def extra_rows(self, mini_batches: range) -> tuple[int, ...]:
         """Return the rows of ``mini_batches`` on this rank at which further texts are: as many in every step."""
         prompts = self.shape.prompts_on(self.layout, self.rank, mini_batches, self.attempt)
-        return self.shape.rows(tuple(prompt for prompt in prompts if prompt in self.shape.first_places))
+        return self.shape.text_rows(prompt for prompt in prompts if prompt in self.shape.first_places)
 
     def has_rows(self, batch: Batch) -> bool:
         """Whether any data-parallel rank has rows of a mini-batch, of which ``batch`` are this rank's."""
@@ -87,7 +87,8 @@ class OperatorRun:
     def batch(
         self, store: RowStore, device: torch.device, mini_batches: range | None = None, is_extra: bool = False
     ) -> Batch:
-        """Return the columns that the operator reads, named without its suffix.
+        """Return the columns that the operator reads, named without its suffix; some operators read those of the first
+        sequences of episodes alone.
 
         mini_batches:  some of its own; None: all of them.
         is_extra:      the columns that its extra loss reads, named without that loss.
@@ -95,26 +96,29 @@ class OperatorRun:
         operator, suffix = self.operator, self.operator.suffix
         mini_batches = self.mini_batches if mini_batches is None else mini_batches
         rows = self.extra_rows(mini_batches) if is_extra else self.present_rows(store, mini_batches)
-        by_row = self.shape.is_by_row and Column.PRESENT in operator.reads
-        samples = 1 if by_row else self.shape.samples_per_prompt
+        by_row, k = self.shape.is_by_row and Column.PRESENT in operator.reads, self.shape.sequences
+        unit = self.shape.unit_rows if by_row else self.shape.samples_per_prompt
         names = [
             name for name in operator.reads if (name in operator.extra_reads) == is_extra and name != Column.PRESENT
         ]
+        unit_rows = unit
         if is_extra:
-            suffix = f".{operator.extra_loss}"
+            suffix, unit_rows, k = f".{operator.extra_loss}", unit // k, 1
         columns = {name.removesuffix(suffix): store.get(name, rows) for name in names}
         blocks = self.shape.blocks_on(self.layout, self.rank, mini_batches)
         if by_row:
-            blocks = tuple(self.shape.rows(block) for block in blocks)
-        place = {row // samples: index for index, row in enumerate(rows[::samples])}
-        return Batch(
+            blocks = tuple(tuple(row // unit for row in self.shape.rows(block)[::unit]) for block in blocks)
+        place = {row // unit: index for index, row in enumerate(rows[::unit_rows])}
+        batch = Batch(
             columns,
             torch.tensor(rows, dtype=torch.int64, device=device),
-            samples,
+            unit_rows,
             blocks=_places(blocks, place),
             compares=operator.compares_responses and not is_extra,
             tokens=self.tokens,
+            sequences=k,
         )
+        return batch.episodes if operator.is_of_episodes else batch
 
 
 def _places(blocks: Sequence[Sequence[int]], place: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:

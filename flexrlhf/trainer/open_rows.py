@@ -90,12 +90,14 @@ class OpenRows:
         # without dynamic sampling every step takes as many prompts as there are places
         is_taken = batch.columns.get(Column.POSITION, torch.zeros_like(rows)) >= 0
         is_new = (steps == step) & is_taken
+        is_new &= ~batch.is_further
         exists = is_new
         if Column.PRESENT in state:
             # an episode that failed before its first turn may wait for others of its prompt
             has_text = state["response_mask"].bool().any(1) | state["attention_mask"].bool().any(1)
             exists = is_new | (has_text & (state[Column.PRESENT] == 0))
-        texts = torch.cat([batch["prompt_mask"], state["response_mask"]], 1)
+        # a further sequence begins with a prompt of its own
+        texts = torch.cat([batch["prompt_mask"], state["response_mask"]], 1) * ~batch.is_further[:, None]
         state["attention_mask"] = texts.where((state["attention_mask"].sum(1) == 0)[:, None], state["attention_mask"])
         padding = batch["prompts"].new_full((len(batch), lengths.response), pad_token_id)
         begun = torch.cat([batch["prompts"], padding], 1)
@@ -242,16 +244,21 @@ class OpenRows:
         was_read = torch.arange(self.state["tokens"].shape[1], device=masks.device) < ends[:, None]
         return earlier.where(was_read.repeat_interleave(size, 1), found)
 
-    def columns(self) -> Columns:
+    def columns(self, trains_further: bool = True) -> Columns:
         """Return the columns of all rows at the end of the step, with ``present``: rows that have ended, or had their
-        last segment; where rows are not trained on by themselves, all responses to a prompt at once."""
-        is_whole = self.exists & (self.has_ended | self.has_last_segment)
-        present = _present(is_whole, self.shape)
+        last segment; where rows are not trained on by themselves, all responses to a prompt at once, in any case all
+        sequences of an episode. ``trains_further``: whether its further ones are trained on, else they are left out.
+        """
+        exists, k = self.exists, self.shape.sequences
+        is_whole = ~exists | self.has_ended | self.has_last_segment
+        present = _present(exists[::k] & is_whole.view(-1, k).all(1), self.shape)
         if "episode" in self.state:
-            assert not (present.bool() & ~self.has_ended).any(), "an episode that goes on is trained on"
+            assert not (exists & present.bool() & ~self.has_ended).any(), "an episode that goes on is trained on"
+        if not trains_further:
+            exists = exists & ~(self.batch.is_further & present.bool())
         # a row that is trained on is not carried, so its place is empty in the next step
         columns = {
-            name: values.where(self.exists.view(-1, *[1] * (values.dim() - 1)), torch.zeros_like(values))
+            name: values.where(exists.view(-1, *[1] * (values.dim() - 1)), torch.zeros_like(values))
             for name, values in self.state.items()
         }
         return {**columns, Column.PRESENT: present}
@@ -268,7 +275,7 @@ def whole_responses(run: OperatorRun, batch: Batch, step: int) -> Columns:
     is_last = shape.as_taken(batch.rows, step)[0] == step - shape.segments + 1
     # places without a prompt have no text
     is_whole = batch["attention_mask"].bool().any(1) & (torch.stack(ends).all(0) | is_last)
-    return {Column.PRESENT: _present(is_whole, shape)}
+    return {Column.PRESENT: _present(is_whole[:: shape.sequences], shape)}
 
 
 def _have_ended(mask: Tensor, finished: Tensor, episode: Tensor | None) -> Tensor:
@@ -277,9 +284,9 @@ def _have_ended(mask: Tensor, finished: Tensor, episode: Tensor | None) -> Tenso
 
 
 def _present(is_whole: Tensor, shape: BatchShape) -> Tensor:
-    """Return uint8 (n,) of rows bool (n,): the ones that are trained on."""
-    samples = 1 if shape.is_by_row else shape.samples_per_prompt
-    return is_whole.view(-1, samples).all(1).repeat_interleave(samples).to(torch.uint8)
+    """Return uint8 (n,): rows that are trained on. ``is_whole``: of the first row of each response, bool."""
+    responses = shape.unit_rows // shape.sequences
+    return is_whole.view(-1, responses).all(1).repeat_interleave(shape.unit_rows).to(torch.uint8)
 
 
 def _carried(run: OperatorRun, batch: Batch, continues: Tensor, before: RowStore | None, lengths: Lengths) -> Columns:
@@ -314,9 +321,10 @@ def carried_columns(run: OperatorRun, step: int, before: RowStore | None, empty:
 
 
 def earlier_scores(run: OperatorRun, batch: Batch, carried: Columns) -> EarlierScores:
-    """Return the groups of the rows of ``batch``, with columns ``carried`` (n, ...) of all rows of ``run`` as far as
-    they ended in steps before."""
-    samples, places = run.shape.samples_per_prompt, places_in(run, batch)
+    """Return the groups of the responses of ``batch``, with columns ``carried`` (n, ...) of all rows of ``run`` as far
+    as they ended in steps before."""
+    k = run.shape.sequences
+    samples, places = run.shape.samples_per_prompt // k, places_in(run, batch.episodes) // k
     groups, index = (places // samples).unique(return_inverse=True)
-    columns = {name: each.unflatten(0, (-1, samples))[groups] for name, each in carried.items()}
+    columns = {name: each[::k].unflatten(0, (-1, samples))[groups] for name, each in carried.items()}
     return EarlierScores(columns, index * samples + places % samples)

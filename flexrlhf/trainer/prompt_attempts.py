@@ -73,7 +73,7 @@ def replace_prompts(
             for row in range(first, first + samples)
         ]
         columns = {name: before.get(name, rows) for name in run.operator.carries}
-        batch = Batch(columns, torch.tensor(rows, dtype=torch.int64, device=device), samples)
+        batch = Batch(columns, torch.tensor(rows, dtype=torch.int64, device=device), samples, sequences=shape.sequences)
         is_left_out[has_ended] = ~useful_groups(spec, batch, context)
         places = before.get(Column.POSITION, run.rows)[::samples].masked_fill(has_ended, -1)
     left_out = int(context.reducer.sum(is_left_out.sum().double()))
@@ -110,7 +110,8 @@ def _lacking(run: OperatorRun, store: RowStore, spec: GroupSpec, context: Combin
     rows = sorted(row for each in earlier for row in each)
     rows = [row for row, present in zip(rows, store.get(Column.PRESENT, rows).tolist(), strict=True) if present]
     columns: Mapping[str, Tensor] = {name: store.get(name, rows) for name in run.operator.earlier}
-    batch = Batch(columns, torch.tensor(rows, dtype=torch.int64, device=store.device), samples)
+    numbers = torch.tensor(rows, dtype=torch.int64, device=store.device)
+    batch = Batch(columns, numbers, samples, sequences=shape.sequences)
     useful = context.reducer.gather((batch.rows[::samples] // samples)[useful_groups(spec, batch, context)]).tolist()
     groups = {mini_batch: set(shape.prompts(mini_batch)) for mini_batch in shape.mini_batches}
     return [m for m, prompts in groups.items() if len(prompts.intersection(useful)) < len(shape.numbers(m))]

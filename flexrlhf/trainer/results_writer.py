@@ -117,7 +117,8 @@ class ResultsWriter(Observer):
         if self._replies is not None:
             METRICS.add(total, self._replies.take(step))
         seconds = now - self._last_time
-        num_rows = sum(len(rows) for name, rows in outcomes.items() if name != CARRIED) or self._plan.batch.num_taken
+        others = CARRIED, Outcome.UNUSED
+        num_rows = sum(len(rows) for name, rows in outcomes.items() if name not in others) or self._plan.batch.num_taken
         times = time_statistics(self.work.since_last(), seconds, num_rows, total)
         row = {"step": step, "seconds": seconds, **METRICS.evaluate({**total, **times})}
         self._metrics.append(json.dumps({**row, **labels}) + "\n")

@@ -15,14 +15,13 @@ from flexrlhf.engines.base import Batch, Moments, Sampling, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import computed_columns
 from flexrlhf.operators.columns import Column, Lengths, plain
+from flexrlhf.operators.graph import SCORES
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.open_rows import OpenRows, carried_columns, earlier_scores, places_in, whole_responses
 from flexrlhf.trainer.operator_context import OperatorContext
 from flexrlhf.trainer.prompt_attempts import replace_prompts, take_prompts
 from flexrlhf.trainer.run_training import TRAINING
 from flexrlhf.trainer.text_operators import retokenized
-
-_SCORES = ("scores", "token_scores")
 
 
 def run_operator(
@@ -65,7 +64,7 @@ def _check_finite(run: OperatorRun, columns: Columns, rows: Tensor, context: Ope
     if run.operator.kind not in ("generate", "forward"):
         return
     has_own_rule = isinstance(context.spec.algorithm, PolicySpec)
-    checked = {n: values for n, values in columns.items() if not (has_own_rule and plain(n) in _SCORES)}
+    checked = {n: values for n, values in columns.items() if not (has_own_rule and plain(n) in SCORES)}
     context.guard.check_columns(context.where(run), context.sampling.step, checked, rows, run.model.dp)
 
 
@@ -149,7 +148,8 @@ def _continued(
         places = rows.open_places
         ahead = [each.continued(each.open_places) for each in later]
         rows.add(places, run.model.engine.generate(rows.continued(places), sampling, ahead), run.model.version)
-    return rows.columns(), late
+    trains_further = spec.environment is None or spec.environment.train_sequences == "all"
+    return rows.columns(trains_further), late
 
 
 def _combine(

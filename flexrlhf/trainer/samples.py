@@ -106,10 +106,13 @@ class Samples(Observer):
 
 
 def sample_rows(shape: BatchShape, count: int) -> tuple[int, ...]:
-    """Return ``count`` rows of the prompts that a step takes, or all if there are fewer, evenly spaced from the first
-    one: in segments each of its places in the batches of the steps that it may be trained on in."""
-    count = min(count, shape.num_taken)
-    taken = (divmod(index * shape.num_taken // count, shape.samples_per_prompt) for index in range(count))
+    """Return ``count`` responses to the prompts that a step takes, or all if there are fewer, evenly spaced from the
+    first one: in segments each of its places in the batches of the steps that it may be trained on in. Of an episode
+    its first sequence."""
+    k = shape.sequences
+    number = shape.num_taken // k
+    count = min(count, number)
+    taken = (divmod(index * number // count * k, shape.samples_per_prompt) for index in range(count))
     # dynamic sampling takes prompts for some of the places in segments, as far apart as they can be
     apart = shape.num_rows // shape.segments // shape.num_taken * shape.samples_per_prompt
     rows = (prompt * apart + sample for prompt, sample in taken)

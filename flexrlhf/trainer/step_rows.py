@@ -155,7 +155,7 @@ class StepRows:
             )
         if further := self._data.texts:
             order = DataOrder(self._plan.spec.seed, (SourceShare(len(further)),))
-            places = shape.rows(tuple(shape.first_places))
+            places = shape.text_rows(shape.first_places)
             indices = dict(zip(places, order.indices(step, len(places)), strict=True))
             own = [row for row in rows if row in indices]
             texts = self._columns([further[indices[row]] for row in own], range(len(own)), 1)

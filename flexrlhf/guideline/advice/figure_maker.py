@@ -235,8 +235,8 @@ class FigureMaker:
 
     @cached_property
     def _lengths(self) -> SequenceLengths:
-        data = self.spec.data
-        return SequenceLengths(data.max_prompt_tokens, data.max_response_tokens, self.batch.samples_per_prompt)
+        data, of_rows = self.spec.data, (self.batch.samples_per_prompt, self.batch.sequences)
+        return SequenceLengths(data.max_prompt_tokens, data.max_response_tokens, *of_rows)
 
     @cached_property
     def _own_lengths(self) -> dict[str, SequenceLengths]:

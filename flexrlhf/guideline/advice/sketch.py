@@ -186,7 +186,7 @@ class Sketch(ResolvedSpec):
         strategy = next(each for each in Strategy.ALL.values() if each.matches(self.placement))
         batch = BatchShape.of(self.spec)
         prompts = batch.num_mini_batches * batch.attempts
-        batch = replace(batch, num_prompts=prompts, samples_per_prompt=1, segments=1)
+        batch = replace(batch, num_prompts=prompts, samples_per_prompt=1, segments=1, sequences=1)
         return tuple(strategy.order(self.whole_graph, self.placement, batch, self.spec))
 
     @cached_property

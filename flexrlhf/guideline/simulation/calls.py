@@ -233,7 +233,7 @@ class CallMaker:
             if kind == "generate"
             else self._passes(model, shape, fullest, epochs * texts, compares).of_part(cp),
             adapters_apart=shape.num_adapters_in_vllm(model.role, settings.lora) if model.rollout else 0,
-            prompt_samples=self.batch.samples_per_prompt if kind == "generate" and reads_prompts_once(model) else 1,
+            prompt_samples=self.batch.alike_rows if kind == "generate" and reads_prompts_once(model) else 1,
             pages=pages,
         )
 
@@ -244,9 +244,8 @@ class CallMaker:
         settings, samples = model.settings, self.batch.samples_per_prompt
         longest = self.longest.of_role(model.role).total
         packing = TextPacking.of(model, shape, longest)
-        layout = TextLayout(
-            settings.micro_batch_tokens, packing.packs, settings.shares_in_passes, compares, packing.masks
-        )
+        shares = settings.shares_in_passes and self.batch.alike_rows > 1
+        layout = TextLayout(settings.micro_batch_tokens, packing.packs, shares, compares, packing.masks)
         most = self.batch.block_rows // samples
         prompts, responses = self.lengths.all_prompts, self.lengths.responses
         return _passes_of(prompts, responses, tuple(rows), most, samples, times, layout)

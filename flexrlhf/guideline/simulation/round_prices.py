@@ -76,7 +76,7 @@ class RoundPricer:
         model, pieces = self.pricer.plan.placement[run.model], self._pieces(run, replica, number)
         episodes, segments = self.pricer.episodes, Segments.of(self.pricer.plan, self.pricer.lengths)
         assert episodes is not None, "rows with replies are of episodes"
-        alike = self.pricer.plan.batch.samples_per_prompt if reads_prompts_once(model) else 1
+        alike = self.pricer.plan.batch.alike_rows if reads_prompts_once(model) else 1
         is_read_again, carried = self._reads_again(model, number), segments.tokens or 0
         found = [
             (row, piece)
@@ -225,7 +225,7 @@ class RoundPricer:
         """Maker of calls, for rows in one block; samples that are trained apart have a copy of their prompt each."""
         maker, batch = self.pricer.maker, replace(self.pricer.maker.batch, num_blocks=1)
         if not Segments.of(self.pricer.plan, self.pricer.lengths).are_joined:
-            batch = replace(batch, num_prompts=batch.num_rows, samples_per_prompt=1, segments=1)
+            batch = replace(batch, num_prompts=batch.num_rows, samples_per_prompt=1, segments=1, sequences=1)
         return replace(maker, batch=batch)
 
     def _blocks(self, run: Run, replica: int) -> list[list[Sequence[Prompt]]]:

@@ -156,7 +156,8 @@ def _run_flops(plan: Plan, run: Run, lengths: TextLengths) -> float:
     prompts = places * batch.num_taken / batch.num_rows
     transformer = transformer_of(shape, model.head, is_adapted=model.settings.lora is not None)
     times = texts_per_row(run.operator) * (plan.spec.algorithm.epochs if kind == "train" else 1)
-    return times * prompts * prompt_flops(kind, transformer, lengths, batch.samples_per_prompt)
+    prompts *= batch.samples_per_prompt / batch.alike_rows
+    return times * prompts * prompt_flops(kind, transformer, lengths, batch.alike_rows)
 
 
 def prompt_flops(kind: CallKind, model: Transformer, lengths: TextLengths, samples: int) -> float:
