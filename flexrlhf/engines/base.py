@@ -409,6 +409,7 @@ class Engine(Protocol):
         (n,), each with a default:
 
         noise_step:     step of each row's noise; that of ``sampling``.
+        noise_row:      number of each row in its noise; its own.
         searched_from:  its tokens that stop strings are not searched in; 0.
         most_tokens:    its new tokens at most, 1 or more; to the end of the response.
 

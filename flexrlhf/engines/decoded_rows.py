@@ -18,7 +18,7 @@ class LiveRows:
     """Rows that are decoded in the same passes, each field of shape (m,) but the last three.
 
     places:   int64, their indices among the rows of the call.
-    rows:     int64, their row numbers.
+    rows:     int64, their numbers in the noise.
     steps:    int64, of their noise.
     first:    int64, tokens that their responses had before.
     begins:   int64, columns of their first tokens among (P+R).
@@ -110,6 +110,7 @@ class DueRows:
     def __init__(self, batch: Batch, sampling: Sampling, longest: int, first: int = 0) -> None:
         self.batch, self.first = batch, first
         self._steps = batch.columns.get("noise_step", torch.full_like(batch.rows, sampling.step))
+        self._noise_rows = batch.columns.get("noise_row", batch.rows)
         prompts, mask = batch["prompts"], batch["prompt_mask"]
         self._given = torch.zeros_like(batch.rows)
         if "responses" in batch.columns:
@@ -159,7 +160,7 @@ class DueRows:
         none = torch.zeros_like(index, dtype=torch.bool)
         return LiveRows(
             places=index + self.first,
-            rows=self.batch.rows[index],
+            rows=self._noise_rows[index],
             steps=self._steps[index],
             first=given,
             begins=self.batch["prompts"].shape[1] + given - self.mask[index].sum(1),

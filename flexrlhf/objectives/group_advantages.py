@@ -269,7 +269,7 @@ def _step_rewards(batch: Batch, shaped: ShapedRewards) -> tuple[Tensor, Tensor]:
 def _normalised(rewards: Tensor, ends: Tensor, samples: int, by_deviation: bool) -> Tensor:
     """Return rewards (n, R) less the mean of their group's steps, over their deviation (Bessel's correction)."""
     shape = rewards.shape
-    rewards, ends = rewards.double().view(-1, samples * shape[1]), ends.view(-1, samples * shape[1])
+    rewards, ends = (each.reshape(-1, samples * shape[1]) for each in (rewards.double(), ends))
     number = ends.sum(1, keepdim=True)
     centred = (rewards - rewards.sum(1, keepdim=True) / number.clamp(min=1)) * ends
     centred = torch.where(centred.abs() <= _rounding(rewards, ends), 0.0, centred)

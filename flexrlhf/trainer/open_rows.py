@@ -183,6 +183,7 @@ class OpenRows:
             "responses": texts[:, width:],
             "response_mask": masks[:, width:],
             "noise_step": self.steps[places],
+            "noise_row": self.taken[places] // self.shape.sequences,
             "most_tokens": limits,
             # stop strings end a turn
             "searched_from": starts,

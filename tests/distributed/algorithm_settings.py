@@ -49,7 +49,7 @@ def _episodes_in_segments(**rollout: Any) -> Raw:
     return _of(
         "grpo",
         {
-            **EPISODE_SETTINGS,
+            **in_episodes_of("Game", sequences=2),
             **_scored({"model": "reward", "weight": 0.1}),
             "models": {"reward": OWN_TOKENIZER},
             "rollout": {"segment_tokens": 3, "max_segments": 3, **rollout},
@@ -217,7 +217,7 @@ ALGORITHMS: dict[str, Raw] = {
     # groups whose environment fails are replaced in a further attempt; rows wait for no other row's reply
     "grpo-episodes-dynamic": _of(
         "grpo",
-        {**EPISODE_SETTINGS, "rollout": {"order": "free"}, "steps": 3},
+        {**in_episodes_of("Game", sequences=3), "rollout": {"order": "free"}, "steps": 3},
         supervision="process",
         importance={"cap": 1.1},
         prompts_per_step=3,
@@ -362,7 +362,7 @@ ALGORITHMS: dict[str, Raw] = {
     "remax-episodes": _of(
         "remax",
         {
-            **in_episodes_of("Late", processes=8),
+            **in_episodes_of("Late", processes=8, sequences=2),
             "models": {"actor": {"generate_tokens": 1}},
             "rollout": {"segment_tokens": 3, "order": "free", "late_replies": "carry"},
             # episodes that fail at once are trained on before others

@@ -108,6 +108,8 @@ def reference_of(spec: Spec, before: tuple[int, int] | None = None) -> Result:
     }
     run = spec.model_dump(mode="json", include={*OF_RUN, "steps"})
     del run["algorithm"]["protocols"]
+    # of an episode that has one
+    (run["environment"] or {}).pop("sequences", None)
     # values of a shared trunk come from the copy that computes them
     values_of = spec.rollout.engine if isinstance(spec.algorithm, AcShareSpec) or spec.num_segments > 1 else None
     models_apart = sorted(spec.placement.models) if isinstance(spec.placement, PlacementMap) else None
@@ -185,7 +187,12 @@ def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Devi
             yield Deviation(number, name, float(differing), 0.0)
         else:
             yield Deviation(number, name, _largest(columns[name], expected), RELATIVE)
-    metrics = outcome.metrics[number]
+    metrics, k = dict(outcome.metrics[number]), outcome.plan.batch.sequences
+    if k > 1:
+        unused = metrics.pop("rows_unused", 0)
+        rows = sum(metrics[name] for name in metrics if name.startswith("rows_") and name != "rows_in_flight")
+        yield Deviation(number, "rows_unused", abs(unused - (k - 1) * rows), 0.0)
+        metrics["rows_in_flight"] //= k
     further = {name for name in metrics.keys() - step.metrics.keys() if not UNREFERENCED_METRICS.fullmatch(name)}
     assert not further, f"{outcome.case.name} reports {sorted(further)}, which nothing is compared with"
     # Megatron counts no tokens of experts

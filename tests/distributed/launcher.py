@@ -31,6 +31,9 @@ from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
 
+UNUSED = ("tokens", "attention_mask", "response_mask", "loss_mask", "logprobs", "scores", "advantages", "kept_mask")
+"""Columns without anything in rows that no conversation has used."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -65,7 +68,8 @@ class Outcome:
         return load_file(file)
 
     def columns(self, step: int) -> dict[str, Tensor]:
-        """The columns of a step with all rows in order, put together from the files of the ranks."""
+        """The columns of a step with all rows in order, put together from the files of the ranks; of an episode with
+        several sequences the first one, as its class has no other."""
         rows: dict[str, dict[int, Tensor]] = {}
         for file in sorted((self.directory / "columns").glob(f"step{step}-*.safetensors")):
             parts = load_file(file)
@@ -83,12 +87,15 @@ class Outcome:
         for file in (self.directory / "columns").glob(f"held-out-step{step}-*.safetensors"):
             parts = load_file(file)
             values |= dict(zip(parts["rows"].tolist(), parts.get(name, ()), strict=False))
-        return torch.stack([values[row] for row in sorted(values)])
+        return torch.stack([values[row] for row in sorted(values)[:: self.plan.batch.sequences]])
 
     def _in_order(self, step: int, name: str, values: dict[int, Tensor]) -> Tensor:
-        count = self.plan.batch.num_rows
+        count, k = self.plan.batch.num_rows, self.plan.batch.sequences
         assert sorted(values) == list(range(count)), f"{self.case.name}, step {step}: {name} has rows {sorted(values)}"
-        return torch.stack([values[row] for row in range(count)])
+        column = torch.stack([values[row] for row in range(count)])
+        further = column.view(-1, k, *column.shape[1:])[:, 1:]
+        assert name not in UNUSED or not further.any(), f"{self.case.name}, step {step}: {name} of unused rows"
+        return column[::k]
 
 
 def params(

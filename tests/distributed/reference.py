@@ -60,8 +60,8 @@ def _received_replies(spec: Spec) -> dict[tuple[int, str, int], int]:
         step, parts = int(path.name.removeprefix("step").partition("-")[0]), load_file(path)
         for suffix in [name.removeprefix("turns") for name in parts if name.partition(".")[0] == "turns"]:
             counts = parts[f"turns{suffix}"] + (parts[f"replied{suffix}"][:, 0] != 0)
-            rows = zip(parts["rows"].tolist(), counts, strict=True)
-            found |= {(step, f"tokens{suffix}", row): int(number) for row, number in rows}
+            rows, k = zip(parts["rows"].tolist(), counts, strict=True), spec.num_sequences
+            found |= {(step, f"tokens{suffix}", row // k): int(number) for row, number in rows if row % k == 0}
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,7 +67,9 @@ def test_samples_are_the_same_rows_under_every_placement(launches: Launches, eac
 
 def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
     columns, tokenizer = outcome.columns(step), AutoTokenizer.from_pretrained(outcome.plan.spec.data.tokenizer)
-    shape, width = outcome.plan.batch, outcome.plan.spec.data.max_prompt_tokens
+    shape, width, k = outcome.plan.batch, outcome.plan.spec.data.max_prompt_tokens, outcome.plan.batch.sequences
+    # rows of first sequences
+    shape = replace(shape, samples_per_prompt=shape.samples_per_prompt // k, sequences=1)
     samples, count = [], shape.num_taken
     taken = (0, count // 3, 2 * count // 3)
     if shape.segments > 1 and shape.attempts > 1:
@@ -83,7 +86,7 @@ def expected_samples(outcome: Outcome, step: int) -> list[dict[str, object]]:
             continue  # a place without a row
         samples.append(
             {
-                **{"rows": "training", "step": step, "row": row},
+                **{"rows": "training", "step": step, "row": k * row},
                 "weights_version": int(columns["policy_version"][row].max()),
                 "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
                 "response": text_of(tokenizer, tokens[width:][mask].tolist()),

@@ -350,7 +350,7 @@ class Rank:
         moved = [column for column in run.operator.reads if column not in self._plan.graph.inputs]
         self._rows_of(step).land(moved)
         # further texts are as many in every step
-        texts, with_texts = run.operator.extra_reads, set(batch.rows(tuple(batch.first_places)))
+        texts, with_texts = run.operator.extra_reads, set(batch.text_rows(batch.first_places))
         found = {row: [name for name in run.operator.reads if name not in texts or row in with_texts] for row in rows}
         return {
             row: digest(*(self._read(step, name, row) for name in read), *self._carried(step, run, row))

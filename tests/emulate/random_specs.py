@@ -314,6 +314,7 @@ def in_turns(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
     if not chance(rng, 0.3):
         return raw, plan
     changed = {**deepcopy(raw), "environment": {"path": "games.py:Game", "max_turns": rng.randint(1, 4)}}
+    changed["environment"]["sequences"] = rng.choice((1, 1, 2, 3))
     try:
         return changed, make_plan(Spec.parse(changed))
     except UserError:

@@ -147,6 +147,7 @@ class _Run:
         plain = make_graph(spec)
         graph = with_rollout(plain, spec, is_remote=has_shadows(spec, len(plain.roles)))
         self._graph = with_attempts(with_segments(with_episodes(graph, spec), spec), spec)
+        self._rows_of_prompt = spec.algorithm.samples_per_prompt * spec.num_sequences
         self._columns: dict[Cell, Value] = {}
         self._evaluated: dict[Cell, Value] = {}
         self._versions = {role: [initial_weights(role)] for role in self._graph.roles}
@@ -171,7 +172,7 @@ class _Run:
         """All evaluation rows, by the weights that the step has left."""
         settings, algorithm = self._spec.eval, self._spec.algorithm
         assert settings is not None
-        samples = settings.samples_per_prompt or algorithm.samples_per_prompt
+        samples = (settings.samples_per_prompt or algorithm.samples_per_prompt) * self._spec.num_sequences
         for operator in self._graph.evaluation:
             for row in range(num_evaluation_prompts(algorithm.num_prompts) * samples):
                 read = digest(*(self._read_evaluation(step, column, row) for column in operator.reads))
@@ -187,18 +188,17 @@ class _Run:
         """Rows by mini-batch: contiguous prompts with all segments and samples; sizes differ by at most one prompt."""
         algorithm = self._spec.algorithm
         prompts, count = algorithm.prompts_per_step, algorithm.num_mini_batches
-        rows = algorithm.samples_per_prompt * self._spec.num_segments * algorithm.attempts
+        rows = self._rows_of_prompt * self._spec.num_segments * algorithm.attempts
         return [range(m * prompts // count * rows, (m + 1) * prompts // count * rows) for m in range(count)]
 
     def _reads(self, operator: Operator, step: int, rows: Iterable[int]) -> dict[int, Value]:
-        algorithm = self._spec.algorithm
-        places = self._spec.num_segments * algorithm.attempts
+        places, k = self._spec.num_segments * self._spec.algorithm.attempts, self._spec.num_sequences
         read = {
             row: [
                 column
                 for column in operator.reads
-                # a prompt has further texts at the first of its places
-                if column not in operator.extra_reads or row // algorithm.samples_per_prompt % places == 0
+                # a prompt has further texts at the first of its places, one for each sample
+                if column not in operator.extra_reads or (row // self._rows_of_prompt % places, row % k) == (0, 0)
             ]
             for row in rows
         }
@@ -209,7 +209,7 @@ class _Run:
 
     def _carried(self, operator: Operator, step: int, row: int) -> list[Value]:
         """A response goes on from its own place in the step before, unless the step takes a prompt for that."""
-        prompt = row // self._spec.algorithm.samples_per_prompt
+        prompt = row // self._rows_of_prompt
         if not step or (step - prompt) % self._spec.num_segments == 0:
             return []
         return [self._columns[step - 1, column, row] for column in operator.carries]

@@ -58,8 +58,8 @@ class PartialResponse:
 
 
 def request_keys(batch: Batch, sampling: Sampling) -> list[RequestKey]:
-    """Return the key of each row; its sampling has the step of the row's own noise."""
-    rows = batch.rows.tolist()
+    """Return the key of each row: its number in the noise, and the sampling with the step of that."""
+    rows = batch.columns.get("noise_row", batch.rows).tolist()
     steps = batch.columns["noise_step"].tolist() if "noise_step" in batch.columns else [sampling.step] * len(rows)
     hashable = {step: replace(sampling, decode=None, step=step) for step in set(steps)}
     return [(hashable[step], row) for step, row in zip(steps, rows, strict=True)]
