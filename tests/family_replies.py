@@ -41,7 +41,7 @@ REPLIES = {
         ]
     ]
     + [
-        f"{TEXT}\n<function_calls>\nadd(a=1, b='5, é \"{{y}}: z\"', c=[1, {{'k': None}}], d=true)\nadd()\n"
+        f"{TEXT}\n<function_calls>\nadd(a=1, b='5, é \"{{y}}: z\"', c=[1, {{'k': null}}], d=true)\nadd()\n"
         "</function_calls>"
     ],
     "mistral": [
@@ -71,7 +71,7 @@ REPLIES = {
         "<end_function_call><start_function_call>call:add{}<end_function_call>"
     ],
     "gemma4": [
-        f'{TEXT}<|tool_call>call:add{{a:1,b:<|"|>{ARGUMENTS["b"]}<|"|>,c:[1,{{k:null}}],d:true}}<tool_call|>'
+        f'{TEXT}<|tool_call>call:add{{a:1,b:<|"|>{ARGUMENTS["b"]}<|"|>,c:[1,{{k:None}}],d:true}}<tool_call|>'
         "<|tool_call>call:add{}<tool_call|>"
     ],
     "phi4_mini": [

@@ -207,6 +207,8 @@ def _glm45(body: str, parameters: TextParameters) -> Sequence[CallRead]:
 def _tagged(name: str, text: str, pair: str, parameters: TextParameters) -> CallRead:
     """Return a call whose arguments are pairs of a key and a value between tags."""
     name = name.strip()
+    if re.search(r"[\s<{]", name):
+        return FailedCall(f"the tool call has no name: {_quoted(name)}")
     if rest := re.sub(pair, "", text, flags=re.DOTALL).strip():
         return FailedCall(f"the call of {name} has text that is no argument: {_quoted(rest)}")
     texts = parameters.get(name, ())
@@ -233,6 +235,8 @@ def _gemma(mark: str) -> _Reader:
         parts = (brace + rest).split(mark)
         parts[1::2] = map(json.dumps, parts[1::2])
         parts[::2] = (re.sub(r'([{,]\s*)([^\s"{}\[\],:]+)\s*:', r'\1"\2":', part) for part in parts[::2])
+        # its chat template writes it so
+        parts[::2] = (re.sub(r"\bNone\b", "null", part) for part in parts[::2])
         return [_named_call(name, "".join(parts), body)]
 
     return read
@@ -249,17 +253,19 @@ def _pythonic(body: str, _: TextParameters) -> Sequence[CallRead]:
         return [FailedCall(f"the tool call cannot be read ({error}): {_quoted(body)}")]
 
 
+class _JsonWords(ast.NodeTransformer):
+    """Constants in place of the words that JSON has for them."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 (the name of ast)
+        words = {"true": True, "false": False, "null": None}
+        return ast.Constant(words[node.id]) if node.id in words else node
+
+
 def _python_call(call: ast.expr) -> CallRead:
     """Return a call in Python. Raises ValueError or TypeError for another expression."""
     if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
         raise ValueError(f"{ast.unparse(call)[:_SHOWN]} is no call with arguments by name")
-    words = {"true": True, "false": False, "null": None}
-    arguments = {
-        each.arg: words[each.value.id]
-        if isinstance(each.value, ast.Name) and each.value.id in words
-        else ast.literal_eval(each.value)
-        for each in call.keywords
-    }
+    arguments = {each.arg: ast.literal_eval(_JsonWords().visit(each.value)) for each in call.keywords}
     return read_call({"name": ast.unparse(call.func), "arguments": json.loads(json.dumps(arguments))}, "arguments", "")
 
 
@@ -361,6 +367,7 @@ _FORMS = {
     "gemma4": ReplyForm(
         _between(r"<\|tool_call>call:", ["<tool_call|>"], _gemma('<|"|>')),
         thoughts=(("<|channel>thought\n", "<channel|>"),),
+        around=r"<\|tool_response>",
     ),
     "phi4_mini": ReplyForm(_between(r"functools(?=\[)|<\|tool_call\|>", ["<|/tool_call|>"], _json_calls, is_open=True)),
 }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
 from typing import get_args
 
 import pytest
-from family_replies import ARGUMENTS, REPLIES, TEXT, THINK, THOUGHTS, TOOLS
+from family_replies import ARGUMENTS, CALL, REPLIES, TEXT, THINK, THOUGHTS, TOOLS
+from transformers import AutoTokenizer
 
 from flexrlhf.config.environment_settings import ToolFormat
+from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.environments.call_forms import FORMS, ToolCall, ends_in_thought
 from flexrlhf.environments.tool_calls import parse_calls, read_reply
 
@@ -44,6 +48,23 @@ def test_replies_that_are_cut_off_keep_their_text(form: str, text: str) -> None:
         # the text of a call that is cut off is content
         assert form == "harmony" or content or calls or not text[:end].strip()
         parse_calls(text[:end], form)
+
+
+TEMPLATES = {"qwen2_5": "hermes", "qwen3": "hermes", "qwen3_instruct_2507": "hermes", "llama3_1": "llama3"}
+"""Forms of chat templates of tests/fixtures."""
+
+
+@pytest.mark.parametrize(("name", "form"), TEMPLATES.items())
+def test_one_form_reads_the_calls_that_a_chat_template_writes(name: str, form: str, tmp_path: Path) -> None:
+    build_tokenizer(["a"], tmp_path)
+    template = (Path(__file__).parents[1] / "fixtures/chat_templates" / f"{name}.jinja").read_text()
+    render = partial(
+        AutoTokenizer.from_pretrained(tmp_path).apply_chat_template, chat_template=template, tokenize=False
+    )
+    user, call = {"role": "user", "content": "x"}, {"type": "function", "function": json.loads(CALL)}
+    turns = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    reply = render(turns).removeprefix(render([user], add_generation_prompt=True))
+    assert [each for each in FORMS if read(reply, each)[2] == CALLS[:1]] == [form]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -82,6 +103,7 @@ def test_calls_that_are_none_are_content() -> None:
         ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function>", "has text that is no argument: <param"),
         ("qwen3_coder", "<tool_call><function=add><parameter=a>1", "has no </function> at its end"),
         ("glm45", "<tool_call><arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "has no name"),
+        ("glm45", f"<tool_call>{CALL}</tool_call>", "has no name"),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": ', "is no JSON"),
         ("mistral", "[TOOL_CALLS]", "is no JSON"),
         ("mistral", "[TOOL_CALLS]add[ARGS][1]", "the arguments of the call of add are no JSON object"),
