@@ -297,6 +297,12 @@ _DEFINED = (
         "time for which ranks had nothing to decode and awaited replies, sum over ranks",
         "sum",
     ),
+    Metric(
+        "calls_refused",
+        "refused_calls",
+        "calls of a program (environment.api) that the policy could not reply to, sum over episodes",
+        "sum",
+    ),
     Metric("tool_calls", "tool_calls", "calls of tools in an episode"),
     Metric("tool_calls_failed", "failed_tool_calls", "share of calls that failed", over="tool_calls"),
     *(outcome.metric for outcome in Outcome),

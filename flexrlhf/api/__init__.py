@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from flexrlhf.data.quickstart import config_paths, prepare_corpus
     from flexrlhf.display.live_display import live_display
     from flexrlhf.display.plain_lines import rate, restarts_text
-    from flexrlhf.environments.base import EpisodeCall, EpisodeReply, Messages, Turn
+    from flexrlhf.environments.base import EpisodeCall, EpisodeReply, Messages, ProgramTurn, Turn
     from flexrlhf.environments.episodes import Episodes
     from flexrlhf.environments.tool_calls import parse_calls
     from flexrlhf.environments.tool_schemas import tool_schemas

@@ -35,6 +35,14 @@ class EnvironmentSpec(StrictModel):
         "verifiers:NAME, openenv:URL (openenv:URL,URL: of equal servers), reasoning-gym:TASK or gymnasium:ID; null: "
         "tools alone",
     )
+    api: Literal["openai"] | None = Field(
+        None,
+        description="openai: path is a program run(row, api) that calls the policy as a model of OpenAI's API at "
+        "api.base_url, and returns the episode's reward; null: a class",
+    )
+    python: UserPath | None = Field(
+        None, description="interpreter of the program, which may have other libraries; null: this one"
+    )
     tools: tuple[UserPath, ...] = Field(
         (), description="functions that the policy may call, path/to/file.py:name or module:name"
     )
@@ -96,6 +104,13 @@ class EnvironmentSpec(StrictModel):
     def _replies_exist(self) -> Self:
         if self.path is None and not self.tools:
             raise ValueError("path or tools: missing; give a class, a package's environment, or functions")
+        if self.api is None and self.python is not None:
+            raise ValueError(
+                f"python is of a program that calls the policy, found {shown(self.python)}; add api: openai"
+            )
+        if self.api is not None and (self.path is None or self.tools):
+            tools = f"the tools {', '.join(self.tools)}; the program gives its own with each call" if self.tools else ""
+            raise ValueError(f"api: {self.api} is of a program in path, found {tools or 'no path'}")
         if self.path is None and self.options:
             raise ValueError(
                 f"options are of the class in path, found {shown(hidden(self.options))} and no path; remove them"

@@ -7,16 +7,19 @@ so it is the template's own for the whole chat only if later turns leave earlier
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from flexrlhf.data.chat import ChatFormat, ChatTemplate, encode_with_cuts
+from flexrlhf.config.data_settings import ControlUse
+from flexrlhf.data.chat import ChatFormat, ChatTemplate, Tool, encode_with_cuts
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.encoding import bos_in_front
 from flexrlhf.data.examples import Example, TokenLimits, truncated
-from flexrlhf.data.messages import Chat, Message
+from flexrlhf.data.messages import Chat, Message, read_chat
 from flexrlhf.data.text_example import TextExample
 from flexrlhf.errors import UserError
 
@@ -56,6 +59,7 @@ class TurnTokens:
         if self._template is not None:
             self._check("tool" if chat.tools else "user")
         self._cached_reply = lru_cache(_CACHED)(self._chat_reply)
+        self._with_tools = lru_cache(_CACHED)(self._made_with_tools)
         self._around = lru_cache(self._text_around)
 
     def prompt(self, example: Example, replies: Replies) -> tuple[int, ...]:
@@ -63,7 +67,27 @@ class TurnTokens:
 
         Raises UserError if it is too long and is not to be truncated.
         """
-        ids = self._prompt(example, replies)
+        return self._bounded(self._prompt(example, replies))
+
+    def of_tools(self, tools: Sequence[Tool]) -> TurnTokens:
+        """Return the same with tools that the template writes. Raises UserError as the class."""
+        return self._with_tools(json.dumps(tools)) if tools else self
+
+    def text_prompt(self, text: str) -> tuple[int, ...]:
+        """Return a prompt that is a text. Raises UserError as ``prompt``."""
+        return self._bounded((*bos_in_front(self._tokenizer), *self._plain([("", text)])))
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Return a prompt that is a whole chat, whose control tokens are text. Raises UserError as ``prompt``, and for
+        messages that the template does not take."""
+        if self._template is None:
+            raise UserError(
+                "the tokenizer has no chat template, which a call of /v1/chat/completions needs; name one in "
+                "data.chat_template, or call /v1/completions"
+            )
+        return self._bounded(self._rendered(read_chat(list(messages), "messages"), (), "text"))
+
+    def _bounded(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         if self._limits is None or len(ids) <= self._limits.max_prompt:
             return ids
         if self._limits.drops:
@@ -77,9 +101,17 @@ class TurnTokens:
     def _prompt(self, example: Example, replies: Replies) -> tuple[int, ...]:
         if self._template is None or not example.turns:
             return (*example.prompt, *self._plain(replies))
-        row = self._controls.mark_row(TextExample("", turns=example.turns), self._chat.control)
+        return self._rendered(example.turns, replies, self._chat.control)
+
+    def _rendered(self, turns: Chat, replies: Replies, control: ControlUse) -> tuple[int, ...]:
+        assert self._template is not None, "a chat has a template"
+        row = self._controls.mark_row(TextExample("", turns=turns), control)
         text = self._template.prompt((*row.turns, *self._messages(replies)), is_bounded=False)
         return tuple(self._controls.encode(text))
+
+    def _made_with_tools(self, tools: str) -> TurnTokens:
+        chat = replace(self._chat, tools=tuple(json.loads(tools)))
+        return TurnTokens(self._tokenizer, chat, self._is_bridged, self._limits)
 
     def reset_messages(self, example: Example, ids: Sequence[int]) -> Replies | None:
         """Return the messages of ``reset`` in the prompt ``ids``, as ``prompt`` has returned it.

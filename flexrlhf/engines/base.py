@@ -45,6 +45,7 @@ class Batch:
     compares:           whether all sequences of a prompt are in one pass, because a loss compares them.
     tokens:             computed tokens of a pass; None: as in the settings of the model.
     sequences:          rows of one episode, neighbours; a further one that no conversation has used has no tokens.
+    stops:              stop strings of each row in addition to those of its sampling; empty: no row has any.
     """
 
     columns: Mapping[str, Tensor]
@@ -54,6 +55,7 @@ class Batch:
     compares: bool = False
     tokens: int | None = None
     sequences: int = 1
+    stops: tuple[tuple[str, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -75,6 +77,11 @@ class Batch:
     def searched_from(self) -> list[int]:
         """Tokens of each given response that stop strings are not searched in."""
         return self.columns.get("searched_from", torch.zeros_like(self.rows)).tolist()
+
+    def stops_of(self, sampling: Sampling) -> list[tuple[str, ...]]:
+        """Return all stop strings of each row."""
+        own = self.stops or ((),) * len(self)
+        return [(*sampling.stop, *each) for each in own]
 
     def new_tokens(self, longest: int) -> Tensor:
         """Return how many tokens a call adds to each row at most, int64 (n,). ``longest``: tokens of a response."""
@@ -103,7 +110,9 @@ class Batch:
     def select(self, part: slice | Tensor) -> Batch:
         """Return the rows of ``part``, a range or int64 places; as views of a range."""
         columns = {name: tensor[part] for name, tensor in self.columns.items()}
-        return replace(self, columns=columns, rows=self.rows[part], blocks=())
+        places = range(len(self))[part] if isinstance(part, slice) else part.tolist() if self.stops else ()
+        stops = tuple(self.stops[place] for place in places) if self.stops else ()
+        return replace(self, columns=columns, rows=self.rows[part], blocks=(), stops=stops)
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
         """Return the same rows with further ``columns``."""

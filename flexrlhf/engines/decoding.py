@@ -86,7 +86,6 @@ class Decoding:
         source: RowSource | None = None,
         kept: KeptRows | None = None,
     ) -> None:
-        assert sampling.decode is not None or not sampling.stop, "stop strings are searched in decoded text"
         assert settings.slots or (source is None and kept is None), "slots alone keep rows, or take more of them"
         self._model, self._sampling, self._source, self._kept = model, sampling, source, kept
         self._settings = settings.within(batch.tokens)
@@ -96,8 +95,8 @@ class Decoding:
         self._end_tokens = torch.tensor(sampling.eos_token_ids, dtype=torch.int64, device=device)
         self.num_rows = 0
         """Rows that were due so far."""
-        # tokens of each response, and how many of them stop strings are not searched in, by place
-        self._responses, self._searched_from = dict[int, list[int]](), dict[int, int]()
+        # of rows with stop strings, by place: these, the tokens of the response, and how many are not searched
+        self._searched = dict[int, tuple[tuple[str, ...], list[int], int]]()
         self._first = self._due(batch)
         self._shares = settings.shares and batch.samples_per_prompt > 1
         self._text_width = batch["prompts"].shape[1] + max_tokens
@@ -111,10 +110,10 @@ class Decoding:
 
     def _due(self, batch: Batch) -> DueRows:
         due = DueRows(batch, self._sampling, self._max_tokens, self.num_rows)
-        if self._sampling.stop:
-            places = range(self.num_rows, self.num_rows + len(batch))
-            self._responses.update(zip(places, due.responses(), strict=True))
-            self._searched_from.update(zip(places, batch.searched_from, strict=True))
+        stops = batch.stops_of(self._sampling)
+        if any(stops):
+            each = zip(stops, due.responses(), batch.searched_from, strict=True)
+            self._searched |= {place: searched for place, searched in enumerate(each, self.num_rows) if searched[0]}
         self.num_rows += len(batch)
         return due
 
@@ -211,8 +210,8 @@ class Decoding:
         for due in dict.fromkeys(row.due for row in rows):
             own = [number for number, row in enumerate(rows) if row.due is due]
             places, index = torch.tensor([[rows[number].place for number in own], own], device=live.places.device)
-            for place in (places + due.first).tolist() if self._sampling.stop else ():
-                del self._responses[place], self._searched_from[place]
+            for place in (places + due.first).tolist() if self._searched else ():
+                self._searched.pop(place, None)
             batch = due.batch.select(places)
             self._source.receive(batch, self._columns(ended.select(index), batch))
 
@@ -279,13 +278,13 @@ class Decoding:
 
     def _completed_stops(self, live: LiveRows, tokens: Tensor) -> Tensor:
         """Return bool (m,): rows that have not ended and whose new token completes a stop string."""
-        if not self._sampling.stop:
+        if not self._searched:
             return torch.zeros_like(live.ended)
         completed = []
         for place, token, ended in zip(live.places.tolist(), tokens.tolist(), live.ended.tolist(), strict=True):
-            if not ended:
-                self._responses[place].append(token)
-            completed.append(
-                not ended and completes_stop(self._responses[place], self._sampling, self._searched_from[place])
-            )
+            stops, response, first = self._searched.get(place, ((), [], 0))
+            is_searched = bool(stops) and not ended
+            if is_searched:
+                response.append(token)
+            completed.append(is_searched and completes_stop(response, self._sampling, first, stops))
         return torch.tensor(completed, device=tokens.device)

@@ -153,21 +153,23 @@ _REPLACEMENT = "\ufffd"
 """Character that decoders write for bytes that are no character, or not yet."""
 
 
-def completes_stop(response: Sequence[int], sampling: Sampling, first: int = 0) -> bool:
-    """Return whether the last token of ``response`` completes a stop string, where no earlier one did.
+def completes_stop(
+    response: Sequence[int], sampling: Sampling, first: int = 0, stops: Sequence[str] | None = None
+) -> bool:
+    """Return whether the last token of ``response`` completes one of ``stops``, where no earlier one did.
 
     As in vLLM a stop string counts only if it is completed after the first ``min_tokens`` tokens. ``first``: tokens
-    that are not searched, of turns before.
+    that are not searched, of turns before. ``stops``: None: those of ``sampling``.
     """
-    decode = sampling.decode
+    decode, stops = sampling.decode, sampling.stop if stops is None else stops
     assert decode is not None, "stop strings are searched in decoded text"
     if len(response) <= sampling.min_tokens:
         return False
     response, least = response[first:], max(0, sampling.min_tokens - first)
-    tail = _start_of_tail(response, decode, max(map(len, sampling.stop)))
+    tail = _start_of_tail(response, decode, max(map(len, stops)))
     text, early = decode(response[tail:]), response[tail:least]
     num_early = len(decode(early).rstrip(_REPLACEMENT)) if early else 0
-    return any(text.find(stop, max(0, num_early - len(stop) + 1)) >= 0 for stop in sampling.stop)
+    return any(text.find(stop, max(0, num_early - len(stop) + 1)) >= 0 for stop in stops)
 
 
 def _start_of_tail(response: Sequence[int], decode: Callable[[Sequence[int]], str], longest: int) -> int:

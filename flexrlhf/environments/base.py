@@ -13,10 +13,11 @@ An environment is a class with ``reset`` and ``step``, plain or ``async``; one o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from flexrlhf.user_code.call_failures import CallFailure
 
@@ -50,6 +51,46 @@ class Environment(Protocol):
     def step(self, reply: str) -> Turn: ...
 
 
+def is_stale(key: tuple[int, int], step: int, steps: int) -> bool:
+    """Return whether no call of an episode, which may have turns in so many ``steps``, follows in ``step``."""
+    return key[0] < step - steps
+
+
+@dataclass(frozen=True)
+class ProgramTurn:
+    """A turn of the policy that a program called for: as JSON the text of a turn of an ``EpisodeCall``.
+
+    text:           without its end token
+    is_ended:       by an end token or a stop string, not by a limit
+    is_thinking:    whether the prompt ends inside of a thought
+    prompt_tokens, tokens: before the turn, and its own
+    """
+
+    text: str
+    is_ended: bool = True
+    is_thinking: bool = False
+    prompt_tokens: int = 0
+    tokens: int = 0
+
+    @property
+    def as_json(self) -> str:
+        """The turn as a text, which ``read`` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the turn of a text."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class SequenceRecord:
+    """Turns of one sequence so far, and digests of the replies, the one of its beginning first."""
+
+    turns: tuple[str, ...] = ()
+    replied: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class EpisodeCall:
     """One call of an episode: its reset, or the reply to its last turn.
@@ -63,6 +104,8 @@ class EpisodeCall:
     is_last:   whether no turn follows, so that the episode is closed
     replied:   digests of the earlier replies, the one of reset first: a replay must repeat them
     is_ended:  whether the episode ends here, after the reply to its last turn, for want of room for another
+    siblings:  turns and replies of all sequences of the episode of a program
+    sequence:  number of this one among them
     """
 
     key: tuple[int, int]
@@ -72,6 +115,13 @@ class EpisodeCall:
     is_last: bool = False
     replied: tuple[int, ...] = ()
     is_ended: bool = False
+    siblings: tuple[SequenceRecord, ...] = ()
+    sequence: int = 0
+
+    @property
+    def episode(self) -> tuple[int, int]:
+        """Key of the episode's first sequence."""
+        return self.key[0], self.key[1] - self.sequence
 
     def ends_with(self, reply: EpisodeReply) -> bool:
         """Whether no call of the episode follows after its ``reply``."""
@@ -94,6 +144,8 @@ class EpisodeReply:
     failed_tool_calls: calls that could not be parsed, named no tool, had wrong arguments, or whose tool raised
     seconds:    that the environment took
     failure:    why there is no reply, and the episode is left out
+    call:       next call of a program, a ``ModelCall`` with the messages that follow the turns before; "": none
+    refused_calls: that the program has made since the reply before and could not have
     """
 
     messages: tuple[tuple[str, str], ...] = ()
@@ -103,9 +155,12 @@ class EpisodeReply:
     failed_tool_calls: int = 0
     seconds: float = 0.0
     failure: CallFailure | None = field(default=None)
+    call: str = ""
+    refused_calls: int = 0
 
     @property
     def digest(self) -> int:
         """Digest, in 32 bits with a sign, of all that an episode depends on; never 0, which stands for no reply."""
-        found = blake2b(repr((self.messages, self.reward)).encode(), digest_size=4).digest()
+        said = self.call or self.messages
+        found = blake2b(repr((said, self.reward)).encode(), digest_size=4).digest()
         return int.from_bytes(found, "little", signed=True) or 1

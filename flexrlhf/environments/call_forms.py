@@ -388,5 +388,9 @@ def reply_parts(text: str, form: str, is_thinking: bool, parameters: TextParamet
 
 def ends_in_thought(prompt: str, form: str) -> bool:
     """Whether a prompt opens a thought, so that its reply begins inside of one."""
-    marks = _FORMS[form].thoughts if form in _FORMS else THINK
-    return prompt.rstrip().endswith(tuple(opening.rstrip() for opening, _ in marks))
+    return prompt.rstrip().endswith(tuple(opening.rstrip() for opening, _ in marks_of(form)))
+
+
+def marks_of(form: str) -> tuple[tuple[str, str], ...]:
+    """Return the marks around a thought."""
+    return _FORMS[form].thoughts if form in _FORMS else THINK

@@ -10,10 +10,14 @@ from inspect import Parameter, Signature, signature
 from typing import Any
 
 from flexrlhf.config.secrets import has_references
+from flexrlhf.environments.process_limits import ProcessLimits
+from flexrlhf.environments.programs import ProgramProcess
 from flexrlhf.environments.sources import load_environment, package_of
 from flexrlhf.environments.tool_runs import has_steps, parameters_of
-from flexrlhf.user_code.call_failures import BadReply, Caught
+from flexrlhf.user_code.call_failures import BadReply, CallFailed, Caught
 
+CHECKED_FILES = 1024
+"""Open files of a process that loads a program."""
 PROBED = ("gymnasium",)
 """Packages whose environments are made here: they need nothing but this machine."""
 STEPS = {"reset": ("row", "seed"), "step": ("reply",), "truncate": (), "close": ()}
@@ -41,6 +45,16 @@ def class_facts(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if making.failure is not None:
             return {"problem": ("path", f"could not be made: {making.failure.text}")}
     return {} if has_steps(kind) else _columns(parameters_of(kind, "reset"))
+
+
+def program_facts(path: str, options: Mapping[str, Any], python: str | None) -> dict[str, Any]:
+    """Return facts of a program as ``class_facts``: why its interpreter cannot load it, or call it."""
+    try:
+        ProgramProcess(path, python, options, ProcessLimits(None, CHECKED_FILES)).wait()
+    except CallFailed as error:
+        kind, text = error.failure.kind, error.failure.text
+        return {"problem": ("python" if kind in ("start", "crash") else "path", text)}
+    return {}
 
 
 def _check_arguments(kind: Any, path: str, options: Mapping[str, Any]) -> None:

@@ -35,15 +35,15 @@ from threading import Lock
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.secrets import masked
-from flexrlhf.environments.base import EpisodeCall, EpisodeReply
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply, is_stale
 from flexrlhf.environments.process_limits import ProcessLimits, begin_limited
 from flexrlhf.environments.sessions import (
     BLOCKED,
     EnvStep,
+    ProgramSetup,
     Setup,
     children,
     exchange_steps,
-    is_stale,
     load,
     waiting_limit,
 )
@@ -62,6 +62,8 @@ DOUBTFUL = EXHAUSTED | {"crash", "load crash", BLOCKED}
 """Kinds of failures that another episode of the process may have caused."""
 GRACE_SECONDS = 1.0
 """Time in which a process itself ends ``async`` turns that take too long."""
+MOST_FILES = 1 << 16
+"""Open files of a process that serves programs, as far as it may have so many."""
 CLEAN_UP_SECONDS = 10.0
 """Limit of looking for processes that episodes have left behind."""
 
@@ -196,7 +198,9 @@ class EpisodeProcess:
             if decided is None and not play.is_replay and (failure := self._load(play.deadline)) is not None:
                 decided = EpisodeReply(failure=failure)
             if decided is None:
-                play.turn, play.is_replay = (play.turn + 1 if play.is_replay else 0), True
+                # a program is given all turns at once
+                if self._setup.program is None:
+                    play.turn, play.is_replay = (play.turn + 1 if play.is_replay else 0), True
                 self._due.insert(0, play)
             elif _kind(decided) in DOUBTFUL:
                 doubtful.append((play, decided))
@@ -230,7 +234,7 @@ class EpisodeProcess:
         self._begun |= {play.call.key for play in sent}
         last = max((play.deadline for play in self._running.values()), key=lambda deadline: deadline.end)
         seconds = waiting_limit(self._setup.seconds) + GRACE_SECONDS if self.is_async else self._setup.seconds
-        steps = [_step(play.call, play.turn) for play in sent]
+        steps = [_step(play.call, play.turn, self._setup.program is not None) for play in sent]
         replies: dict[Key, EpisodeReply | None] = {}
         failure = CallFailure(BLOCKED, f"took longer than {self._setup.seconds:g} s")
         try:
@@ -358,19 +362,35 @@ class EpisodeProcess:
             self._folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def make_process(settings: EnvironmentSpec, steps: int = 1) -> EpisodeProcess:
-    """Return a process, which starts with its first call. ``steps``: in which an episode may have turns."""
+def make_process(
+    settings: EnvironmentSpec, steps: int = 1, sampling: Mapping[str, float] | None = None
+) -> EpisodeProcess:
+    """Return a process, which starts with its first call.
+
+    steps:     in which an episode may have turns
+    sampling:  temperature, top_p and top_k of the policy, which a program may send with a call
+    """
     options = json.dumps(settings.options, default=str)
-    setup = Setup(settings.path, settings.tools, options, settings.tool_format, settings.timeout_seconds, steps)
-    return EpisodeProcess(setup, ProcessLimits(settings.memory_mb, settings.open_files), settings.name)
+    limits, program = ProcessLimits(settings.memory_mb, settings.open_files), None
+    if settings.api is not None:
+        # the program has an interpreter of its own, and this process a connection for each of its calls
+        values = tuple((sampling or {}).items())
+        program = ProgramSetup(settings.python, limits, values, 1)
+        limits = ProcessLimits(None, MOST_FILES)
+    setup = Setup(
+        settings.path, settings.tools, options, settings.tool_format, settings.timeout_seconds, steps, program
+    )
+    return EpisodeProcess(setup, limits, settings.name)
 
 
 def _kind(reply: EpisodeReply) -> str:
     return "" if reply.failure is None else reply.failure.kind
 
 
-def _step(call: EpisodeCall, turn: int) -> EnvStep:
+def _step(call: EpisodeCall, turn: int, is_program: bool) -> EnvStep:
     """Return one step of an episode, as its process receives it."""
+    if is_program:
+        return EnvStep(call.key, call.number, call=call)
     is_last = call.is_last and turn == len(call.turns)
     if turn > len(call.turns):
         return EnvStep(call.key, turn, is_last=True, is_ended=True)

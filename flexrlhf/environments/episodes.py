@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.environments.base import EpisodeCall, EpisodeReply
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply, is_stale
 from flexrlhf.environments.episode_process import EpisodeProcess, Key, make_process
-from flexrlhf.environments.sessions import is_stale
 from flexrlhf.user_code.deadline import Deadline
 
 
@@ -19,11 +18,19 @@ class Episodes:
     A process replies to one call at a time, unless its episodes are ``async``.
     """
 
-    def __init__(self, settings: EnvironmentSpec, num_processes: int, steps: int = 1) -> None:
-        """``steps``: of training in which an episode may have turns."""
-        self._processes = tuple(make_process(settings, steps) for _ in range(num_processes))
+    def __init__(
+        self,
+        settings: EnvironmentSpec,
+        num_processes: int,
+        steps: int = 1,
+        sampling: Mapping[str, float] | None = None,
+    ) -> None:
+        """``steps``, ``sampling``: as of ``make_process``."""
+        self._processes = tuple(make_process(settings, steps, sampling) for _ in range(num_processes))
         self._steps = steps
         self._places: dict[Key, EpisodeProcess] = {}
+        # episodes that have ended, of which further sequences may still come
+        self._over = set[Key]()
         self._lock = Lock()
 
     def replies(self, calls: Sequence[EpisodeCall], seconds: float) -> list[EpisodeReply]:
@@ -45,7 +52,7 @@ class Episodes:
         with self._lock:
             for call, reply in zip(calls, replies, strict=True):
                 if call.ends_with(reply):
-                    del self._places[call.key]
+                    self._over.add(call.episode)
         return replies
 
     @property
@@ -67,14 +74,15 @@ class Episodes:
         """Return the places of the calls by process: an episode's own, or the one with the fewest episodes."""
         step = max(call.key[0] for call in calls)
         self._places = {key: process for key, process in self._places.items() if not is_stale(key, step, self._steps)}
+        self._over &= self._places.keys()
         counts = dict.fromkeys(self._processes, 0)
-        for process in self._places.values():
-            counts[process] += 1
+        for key, process in self._places.items():
+            counts[process] += key not in self._over
         shares: dict[EpisodeProcess, list[int]] = {}
         for index, call in enumerate(calls):
-            if call.key not in self._places:
-                self._places[call.key] = min(self._processes, key=counts.__getitem__)
-                counts[self._places[call.key]] += 1
-            process = self._places[call.key]
+            if call.episode not in self._places:
+                self._places[call.episode] = min(self._processes, key=counts.__getitem__)
+                counts[self._places[call.episode]] += 1
+            process = self._places[call.episode]
             shares.setdefault(process, []).append(index)
         return shares

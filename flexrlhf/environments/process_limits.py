@@ -66,6 +66,11 @@ def begin_limited(
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     # there are as many processes as the machine should have threads
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    limit_process(limits)
+
+
+def limit_process(limits: ProcessLimits) -> None:
+    """Limit this process, and the ones that it starts."""
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_NOFILE, limits.open_files)
     if limits.memory_mb is not None:

@@ -22,13 +22,14 @@ from inspect import CORO_CREATED, getcoroutinestate, iscoroutinefunction
 from typing import Any, TypeVar
 
 from flexrlhf.config.secrets import expanded_setting
-from flexrlhf.environments.base import EpisodeReply
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply, is_stale
 from flexrlhf.environments.episode import Episode
-from flexrlhf.environments.process_limits import news
+from flexrlhf.environments.process_limits import ProcessLimits, news
+from flexrlhf.environments.programs import Programs
 from flexrlhf.environments.servers import ServedEpisode, Servers
 from flexrlhf.environments.sources import addresses_of, load_environment
 from flexrlhf.environments.tool_runs import load_tools
-from flexrlhf.user_code.call_failures import CallFailure, Caught
+from flexrlhf.user_code.call_failures import CallFailed, CallFailure, Caught
 from flexrlhf.user_code.processes import descendants
 
 BLOCKED = "blocked"
@@ -52,6 +53,7 @@ class Setup:
     options:  as JSON
     seconds:  limit of one step
     steps:    of training in which an episode may have turns
+    program:  how the program of ``path`` runs; None: that is a class
     """
 
     path: str | None
@@ -60,6 +62,23 @@ class Setup:
     tool_format: str
     seconds: float
     steps: int = 1
+    program: ProgramSetup | None = None
+
+
+@dataclass(frozen=True)
+class ProgramSetup:
+    """How a program runs.
+
+    python:    its interpreter; None: that of this process
+    limits:    of that interpreter
+    sampling:  temperature, top_p and top_k of the policy
+    sequences: conversations of an episode
+    """
+
+    python: str | None
+    limits: ProcessLimits
+    sampling: tuple[tuple[str, float], ...]
+    sequences: int
 
 
 @dataclass(frozen=True)
@@ -72,6 +91,7 @@ class EnvStep:
     is_last:  whether no turn follows
     row, seed: of the episode, for the reset
     is_ended: whether the episode ends in place of the turn
+    call:     of a program, which itself is given all turns again
     """
 
     key: tuple[int, int]
@@ -81,16 +101,15 @@ class EnvStep:
     row: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     is_ended: bool = False
-
-
-def is_stale(key: tuple[int, int], step: int, steps: int) -> bool:
-    """Return whether no call of an episode, which may have turns in so many ``steps``, follows in ``step``."""
-    return key[0] < step - steps
+    call: EpisodeCall | None = None
 
 
 def load(setup: Setup) -> bool | CallFailure:
     """Load environment and tools, once in a process. Return whether they are ``async``, or why they do not load."""
-    return _sessions(setup).load()
+    try:
+        return _sessions(setup).load()
+    except CallFailed as error:
+        return error.failure
 
 
 @dataclass(frozen=True)
@@ -145,6 +164,7 @@ class _Sessions:
         self._setup = setup
         self._process = os.getpid()
         self._make: MakeEpisode | None = None
+        self._programs: Programs | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._episodes: dict[tuple[int, int], Episode | ServedEpisode] = {}
         self._under_way: dict[tuple[int, int], _UnderWay] = {}
@@ -154,21 +174,28 @@ class _Sessions:
         self.is_blocked = False
 
     def load(self) -> bool | CallFailure:
-        with Caught("raise", "raised") as caught:
-            if self._make is None:
+        with Caught("raise", "raised", passes=(CallFailed,)) as caught:
+            if self._setup.program is not None and self._programs is None:
+                self._programs = _programs(self._setup, self._setup.program)
+                self._start_loop()
+                self._of_loading = descendants(self._process)
+            if self._make is None and self._programs is None:
                 self._make, is_async = _factory(self._setup)
                 if is_async:
-                    self._loop = asyncio.new_event_loop()
-                    threading.Thread(target=self._loop.run_forever, daemon=True).start()
+                    self._start_loop()
                 self._of_loading = descendants(self._process)
         self._end_copies()
         # loading is no step
         self._computed = sum(os.times()[:4])
         return caught.failure or self._loop is not None
 
+    def _start_loop(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
     def exchange(self, steps: Sequence[EnvStep]) -> dict[tuple[int, int], EpisodeReply | None]:
         """Begin ``steps``, and return the replies that are there; ``steps`` that are not ``async`` are run."""
-        if self._make is None:
+        if self._make is None and self._programs is None:
             return {step.key: None for step in steps}
         if self._loop is None:
             return {step.key: _at_once(self._reply(step)) for step in steps}
@@ -179,7 +206,7 @@ class _Sessions:
             self._under_way[step.key] = _UnderWay(coroutine, result, time.monotonic())
         limit = waiting_limit(self._setup.seconds)
         oldest = min((each.began for each in self._under_way.values()), default=0.0)
-        news().wait(max(0.0, oldest + limit - time.monotonic()))
+        news().wait(limit if self._programs is not None else max(0.0, oldest + limit - time.monotonic()))
         # before the look at results: one that comes behind it is seen by the next exchange
         news().clear()
         done = {key: each for key, each in self._under_way.items() if each.result.done()}
@@ -187,7 +214,7 @@ class _Sessions:
         late = {
             key: each
             for key, each in self._under_way.items()
-            if key not in done and time.monotonic() - each.began >= limit
+            if key not in done and time.monotonic() - each.began >= limit and self._programs is None
         }
         if late:
             # one does not end when it is cancelled, or blocks all others, or has ended the loop
@@ -203,7 +230,8 @@ class _Sessions:
     def results(self, replies: Mapping[tuple[int, int], EpisodeReply | None]) -> StepResults:
         """Return ``replies`` with the time computed since the last ones."""
         before, self._computed = self._computed, sum(os.times()[:4])
-        return StepResults(replies, self.children(), self.is_blocked, self._computed - before, self._process)
+        is_blocked = self.is_blocked or (self._programs is not None and self._programs.is_stuck)
+        return StepResults(replies, self.children(), is_blocked, self._computed - before, self._process)
 
     def children(self) -> dict[int, int]:
         """Return the processes that have been started since loading."""
@@ -220,7 +248,8 @@ class _Sessions:
     async def _reply(self, step: EnvStep) -> EpisodeReply | None:
         """Return the reply to one step, whatever the environment does, but for blocking the process."""
         began = time.monotonic()
-        limit = None if self._loop is None else asyncio.timeout(self._setup.seconds)
+        # the time of a program counts while it waits for no turn
+        limit = asyncio.timeout(self._setup.seconds) if self._loop is not None and self._programs is None else None
         reply: EpisodeReply | None = None
         with Caught("raise", "raised") as caught:
             try:
@@ -250,6 +279,9 @@ class _Sessions:
         return EpisodeReply(failure=CallFailure(kind, f"{where}took longer than {self._setup.seconds:g} s"))
 
     async def _run(self, step: EnvStep) -> EpisodeReply | None:
+        if self._programs is not None:
+            assert step.call is not None, "a program is given whole calls"
+            return await self._programs.play(step.call)
         assert self._make is not None, "nothing is loaded"
         if step.number == 0:
             # also episodes that no last call has ended
@@ -283,6 +315,13 @@ class _Sessions:
 @functools.cache
 def _sessions(setup: Setup) -> _Sessions:
     return _Sessions(setup)
+
+
+def _programs(setup: Setup, program: ProgramSetup) -> Programs:
+    assert setup.path is not None, "a program has a place"
+    options = expanded_setting(json.loads(setup.options), "environment.options")
+    own = program.limits, dict(program.sampling), program.sequences
+    return Programs(setup.path, options, program.python, setup.tool_format, setup.seconds, *own, setup.steps)
 
 
 def _factory(setup: Setup) -> tuple[MakeEpisode, bool]:

@@ -17,7 +17,7 @@ from flexrlhf.config.code_checks import check_function
 from flexrlhf.config.code_loading import load_function
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.chat import Tool
-from flexrlhf.environments.class_checks import class_facts
+from flexrlhf.environments.class_checks import class_facts, program_facts
 from flexrlhf.environments.sources import is_installed, package_of
 from flexrlhf.environments.tool_runs import has_steps, tool_names
 from flexrlhf.errors import UserError, nearest
@@ -58,8 +58,8 @@ def _made_elsewhere(places: Mapping[str, str]) -> list[Made]:
 def _places(settings: EnvironmentSpec) -> dict[str, str]:
     """Return the functions and classes with tools, by setting."""
     places = {f"environment.tools.{number}": reference for number, reference in enumerate(settings.tools)}
-    # a package's tools are its own
-    if settings.path is not None and package_of(settings.path) is None:
+    # a package's tools are its own, and a program gives its own with each call
+    if settings.path is not None and settings.api is None and package_of(settings.path) is None:
         places["environment.path"] = settings.path
     return places
 
@@ -70,6 +70,13 @@ def check_class(settings: EnvironmentSpec, columns: Collection[str] | None = Non
     ``columns``: of the data, which a class in TRL's form receives by name; None: they are not known.
     """
     if settings.path is None:
+        return
+    if settings.api is not None:
+        check_function(settings.path, "environment.path", may_be_async=True)
+        facts = _in_process(_PROGRAM, settings.path, json.dumps(settings.options, default=str), settings.python)
+        if "problem" in facts:
+            setting, sentence = facts["problem"]
+            raise UserError(f"environment.{setting}: {settings.path}: {sentence}")
         return
     package = package_of(settings.path)
     if package is None:
@@ -97,12 +104,12 @@ def check_class(settings: EnvironmentSpec, columns: Collection[str] | None = Non
             )
 
 
-_SCHEMAS, _CLASS = "schemas", "class"
+_SCHEMAS, _CLASS, _PROGRAM = "schemas", "class", "program"
 """Kinds of work of a process that loads a user's code."""
 
 
 @cache
-def _in_process(*work: str) -> Any:
+def _in_process(*work: str | None) -> Any:
     """Return the result of loading a user's code, once in a process: a run goes on with the tools it began with.
 
     ``work``: its kind, and its arguments.
@@ -150,6 +157,8 @@ def _work(task: Sequence[str]) -> Any:
     kind, *arguments = task
     if kind == _SCHEMAS:
         return make_schemas(arguments)
+    if kind == _PROGRAM:
+        return program_facts(arguments[0], json.loads(arguments[1]), arguments[2])
     return class_facts(arguments[0], json.loads(arguments[1]))
 
 

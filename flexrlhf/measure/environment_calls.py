@@ -10,7 +10,16 @@ from itertools import cycle, islice
 from statistics import median
 from typing import Any
 
-from flexrlhf.api import EnvironmentSpec, EpisodeCall, EpisodeReply, Episodes, Plan, UserError, tool_schemas
+from flexrlhf.api import (
+    EnvironmentSpec,
+    EpisodeCall,
+    EpisodeReply,
+    Episodes,
+    Plan,
+    ProgramTurn,
+    UserError,
+    tool_schemas,
+)
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 
 MOST_EPISODES, MOST_TIMES = 64, 256
@@ -40,7 +49,10 @@ def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[Environ
                 environment = environment.model_copy(update={"tool_format": "hermes"})
                 rows = [(columns, calls[place % len(calls)]) for place, (columns, _) in enumerate(rows)]
             together = plan.processes.most_episodes
-            found[environment.name] = _measured(environment, rows, together, plan.spec.seed, seconds)
+            if environment.api is not None:
+                rows = [(columns, ProgramTurn(text).as_json) for columns, text in rows]
+            episodes = Episodes(environment, environment.processes, sampling=plan.sampled_from)
+            found[environment.name] = _measured(episodes, environment, rows, together, plan.spec.seed, seconds)
     return tuple(found.values())
 
 
@@ -49,10 +61,15 @@ def _rows(plan: Plan) -> list[EpisodeStart]:
 
 
 def _measured(
-    environment: EnvironmentSpec, rows: Sequence[EpisodeStart], together: int, seed: int, seconds: float
+    episodes: Episodes,
+    environment: EnvironmentSpec,
+    rows: Sequence[EpisodeStart],
+    together: int,
+    seed: int,
+    seconds: float,
 ) -> EnvironmentTimes:
     """Run episodes of ``rows`` until the time is over. ``together``: ``async`` ones of a process at the same time."""
-    episodes, end = Episodes(environment, environment.processes), time.monotonic() + seconds
+    end = time.monotonic() + seconds
     all_rows, rows = rows, rows[: PER_PROCESS * environment.processes]
     times: dict[bool, list[float]] = {True: [], False: []}
     around: list[float] = []

@@ -75,7 +75,9 @@ def environment_lines(plan: Plan) -> Iterator[str]:
     yield f"{environment.name}: {', '.join(parts)}"
     turns = f"at most {counted(environment.max_turns, 'turn')}{tokens}"
     yield f"{turns}; a reply may take {environment.timeout_seconds:g} s"
-    most, limit = plan.processes.most_episodes, plan.spec.timeout_seconds / 2
+    # programs of a process run at once
+    most = plan.processes.most_episodes if environment.api is None else 1
+    limit = plan.spec.timeout_seconds / 2
     if most * environment.timeout_seconds > limit:
         yield f"all replies to a turn may take {limit:g} s: {limit / most:.3g} s each of the {most} of a process"
     if most * environment.seconds > limit:

@@ -139,6 +139,13 @@ class Plan:
         return getattr(self.spec.algorithm, "temperature", 1.0)
 
     @property
+    def sampled_from(self) -> dict[str, float]:
+        """Settings of the sampling distribution by name: temperature, top_p and top_k."""
+        algorithm = self.spec.algorithm
+        cuts = {name: getattr(algorithm, name) for name in ("top_p", "top_k") if hasattr(algorithm, name)}
+        return {"temperature": self.temperature, **cuts}
+
+    @property
     def outputs(self) -> dict[Path, str]:
         """Absolute directories of the models that the run writes, and the role of each."""
         names = {role: role for role in self.graph.trained}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from flexrlhf.serving.token_server import Refused
 
@@ -29,6 +30,18 @@ class ModelCall:
     stop: tuple[str, ...] = ()
     most_tokens: int | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The call as JSON, which ``read`` reads."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the call that ``text`` is of."""
+        found = json.loads(text)
+        lists = {name: tuple(found[name]) for name in ("messages", "tools", "stop")}
+        return cls(**{**found, **lists})
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from threading import Event
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.data.turn_tokens import Replies
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.operators.outcomes import failed_state
 from flexrlhf.runs.episode_log import EpisodeLog
+from flexrlhf.serving.model_calls import ModelCall
 from flexrlhf.user_code.call_failures import CallFailure, WarnOnce
 
 POLL_SECONDS = 0.01
@@ -37,12 +37,12 @@ class Request:
     """A turn of the policy that awaits its reply, or an episode that begins.
 
     call:    of the environment.
-    encode:  messages to tokens. Raises UserError.
+    encode:  a reply to tokens. Raises UserError.
     room:    response tokens that are left; None of an episode that begins.
     """
 
     call: EpisodeCall
-    encode: Callable[[Replies], Sequence[int]]
+    encode: Callable[[EpisodeReply], Sequence[int]]
     room: int | None = None
 
 
@@ -55,6 +55,8 @@ class RowReply:
     reward:   of the turn; NaN if the environment failed.
     tool_calls, failed_tool_calls: of the turn.
     digest:   of the environment's reply.
+    most_tokens, stops: of the turn that follows, as a program has called for it; None, (): it has no limits of its own.
+    refused_calls: of a program since its reply before.
     seconds:  that it took; None without a reply.
     """
 
@@ -64,6 +66,9 @@ class RowReply:
     tool_calls: int = 0
     failed_tool_calls: int = 0
     digest: int = 0
+    most_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    refused_calls: int = 0
     seconds: float | None = None
 
 
@@ -147,7 +152,9 @@ class ReplySource:
                 raise RunStopped(
                     f"environment {self._settings.name}: the replica's first rank has published no replies"
                 )
-        replies = [RowReply(**{**each, "tokens": tuple(each["tokens"])}) for each in self._mailbox.read(key)]
+        lists = ("tokens", "stops")
+        found = [{**each, **{name: tuple(each[name]) for name in lists}} for each in self._mailbox.read(key)]
+        replies = [RowReply(**each) for each in found]
         self._mailbox.clear([key], readers)
         return Received(replies)
 
@@ -181,16 +188,20 @@ class ReplySource:
         """Return a reply as its row receives it."""
         call, room = request.call, request.room
         seconds = None if reply.failure is not None else reply.seconds
-        made = RowReply("going on", (), reply.reward, reply.tool_calls, reply.failed_tool_calls, reply.digest, seconds)
+        counts = reply.tool_calls, reply.failed_tool_calls, reply.digest
+        made = RowReply("going on", (), reply.reward, *counts, refused_calls=reply.refused_calls, seconds=seconds)
         self._warn(reply.failure)
         if reply.failure is not None:
             return _failed(made, reply.failure)
         if room is not None and (reply.is_done or room == 0 or call.is_last):
             return replace(made, state="ended" if reply.is_done else "no room" if room == 0 else "last turn")
-        if room is None and not reply.messages:
+        if room is None and not reply.messages and not reply.call:
             return made
+        if reply.call:
+            called = ModelCall.read(reply.call)
+            made = replace(made, most_tokens=called.most_tokens, stops=called.stop)
         try:
-            tokens = tuple(request.encode(reply.messages))
+            tokens = tuple(request.encode(reply))
         except UserError as error:
             step, row = call.key
             where = f"turn {call.number}" if call.number else "reset"

@@ -10,6 +10,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from torch import Tensor
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World
 from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.data.examples import Example
 from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.engines.base import Batch, Sampling
-from flexrlhf.environments.base import EpisodeCall
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn, is_stale
+from flexrlhf.environments.call_forms import ends_in_thought
 from flexrlhf.environments.episode_process import Key
 from flexrlhf.environments.episodes import Episodes
-from flexrlhf.environments.sessions import is_stale
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import Column
 from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
@@ -30,9 +32,10 @@ from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.runs.recorded_columns import RecordedColumns
 from flexrlhf.runs.run_files import RunFiles
+from flexrlhf.serving.model_calls import ModelCall
 from flexrlhf.trainer.episode_replies import Received, ReplySource, Request, RowReply
 from flexrlhf.trainer.execution import OperatorRun
-from flexrlhf.trainer.open_rows import TOOL_CALLS, OpenRows, parts_of
+from flexrlhf.trainer.open_rows import TOOL_CALLS, OpenRows, TurnLimit, parts_of
 from flexrlhf.trainer.reply_times import ReplyTimes
 
 AddReplies = Callable[[Tensor, Sequence[RowReply]], None]
@@ -40,6 +43,8 @@ AddReplies = Callable[[Tensor, Sequence[RowReply]], None]
 LATE_SHARE = 0.05
 """Share of the time since the first token of a generate that a rank waits with nothing to decode: replies that are not
 there then are late."""
+_LONGEST_MARK = 16
+"""Tokens at the end of a prompt that may open a thought."""
 OF_LATE = (
     *("tokens", "attention_mask", "response_mask", "finished"),
     *("episode", "turns", Column.TURN_ENDS, Column.REPLIED),
@@ -70,6 +75,8 @@ class EnvironmentCaller:
         self.carries_late, self.late_replies_of, self._decode = carries_late, late_replies_of, decode
         self.late: dict[Key, Future[Received]] = {}
         """Replies to rows that an earlier step has carried on."""
+        self.limits: dict[Key, TurnLimits] = {}
+        """Limits of the turns under way that programs have called for."""
 
     @property
     def log(self) -> EpisodeLog | None:
@@ -85,6 +92,7 @@ class EnvironmentCaller:
         # a program may leave out rows whose reply is late
         step, steps = sampling.step, rows.shape.segments
         self.late = {key: replies for key, replies in self.late.items() if not is_stale(key, step, steps)}
+        self.limits = {key: limits for key, limits in self.limits.items() if not is_stale(key, step, steps)}
         episodes = _Episodes(self, run, rows, sampling, carries)
         run.model.engine.advance(episodes, sampling)
         if run.model.replica.is_first:
@@ -95,15 +103,54 @@ class EnvironmentCaller:
             self.log.add_cut(step, episodes.late_after)
         return int(episodes.is_late.sum())
 
-    def text(self, tokens: Sequence[int], sampling: Sampling) -> str:
-        """Return the text of a turn, without its end token."""
-        if tokens and tokens[-1] in sampling.eos_token_ids:
-            tokens = tokens[:-1]
-        return self._decode(tokens)
+    def turn(self, tokens: Sequence[int], before: Sequence[int], sampling: Sampling) -> str:
+        """Return a turn as its environment receives it: the text without its end token, or a ``ProgramTurn``.
+
+        before:  all tokens before the turn, those of the prompt included.
+        """
+        has_end = bool(tokens) and tokens[-1] in sampling.eos_token_ids
+        text = self._decode(tokens[:-1] if has_end else tokens)
+        if self.settings.api is None:
+            return text
+        is_ended = has_end or any(stop in text for stop in sampling.stop)
+        is_thinking = ends_in_thought(self._decode(before[-_LONGEST_MARK:]), self.settings.tool_format)
+        return ProgramTurn(text, is_ended, is_thinking, len(before), len(tokens)).as_json
+
+    def prompt(self, example: Example, reply: EpisodeReply) -> Sequence[int]:
+        """Return the prompt of a row: of the data with the messages of the reset behind it, or the call of a program.
+
+        Raises UserError for one that cannot be read, or is too long.
+        """
+        if not reply.call:
+            return self.tokens.prompt(example, reply.messages)
+        call = ModelCall.read(reply.call)
+        if call.prompt is not None:
+            return self.tokens.text_prompt(call.prompt)
+        return self.tokens.of_tools(call.tools).chat_prompt(call.messages)
+
+    def reply(self, example: Example, end: int | None, reply: EpisodeReply) -> Sequence[int]:
+        """Return the tokens between a turn, whose end token is ``end`` if it has one, and the next one.
+
+        Raises UserError as ``prompt``.
+        """
+        is_ended, is_chat, tokens, messages = end is not None, bool(example.turns), self.tokens, reply.messages
+        if reply.call:
+            call = ModelCall.read(reply.call)
+            is_chat, tokens = call.prompt is None, tokens.of_tools(call.tools)
+            said = [(each["role"], each["content"]) for each in call.messages]
+            messages = tuple(said) if call.prompt is None else (("", call.prompt),)
+        return tokens.reply(messages, is_ended=is_ended, is_chat=is_chat, end=end)
 
     def close(self) -> None:
         """End the processes of the environments."""
         self.source.close()
+
+
+class TurnLimits(NamedTuple):
+    """Limits of a turn: its tokens, None if the call has no such limit, and stop strings."""
+
+    tokens: int | None
+    stops: tuple[str, ...]
 
 
 class _Episodes:
@@ -116,6 +163,7 @@ class _Episodes:
         self._caller, self._run, self._rows, self._sampling = caller, run, rows, sampling
         self._samples, self.most_rows = rows.batch.samples_per_prompt, len(rows.batch)
         self._taken = list(zip(rows.steps.tolist(), rows.taken.tolist(), strict=True))
+        self._turn_tokens = self._limits_of_turns()
         self._place_of = {taken: place for place, taken in enumerate(self._taken)}
         self._examples = run.examples_of(rows.batch)
         # whether ranks compute passes without each other, so that each may have its own number of rounds
@@ -135,12 +183,16 @@ class _Episodes:
         # texts of the policy's turns, and digests of the replies, that of the reset first
         self._turns: list[list[str]] = [[] for _ in self._taken]
         self._replied: list[list[int]] = [[] for _ in self._taken]
-        for place in (rows.exists & rows.has_begun).nonzero().squeeze(1).tolist():
+        begun = (rows.exists & rows.has_begun).nonzero().squeeze(1).tolist()
+        for place in begun:
             self._turns[place], self._replied[place] = self._earlier(place)
-        awaiting, encode = rows.awaits_reply(caller.settings.turn_tokens), caller.tokens.prompt
-        new = (awaiting & ~rows.has_begun).nonzero().squeeze(1)
-        calls = [(place, Request(self._call(place), partial(encode, self._examples[place]))) for place in new.tolist()]
-        self._submit(calls, self._begin)
+        awaiting = rows.awaits_reply(self._turn_tokens)
+        new = (awaiting & ~rows.has_begun).nonzero().squeeze(1).tolist()
+        self._submit([(place, Request(self._call(place), self._encode_prompt(place))) for place in new], self._begin)
+        # a process that has not called for these turns is told again how far they may go
+        is_known = caller.settings.api is None
+        unknown = [] if is_known else [each for each in begun if self._key(each) not in caller.limits]
+        self._submit([(each, self._repeated(each)) for each in unknown if not awaiting[each]], self._learn)
         self._call_for((awaiting & rows.has_begun).nonzero().squeeze(1))
 
     def due(self, wait: bool) -> Batch | None:
@@ -160,7 +212,10 @@ class _Episodes:
             places = self._places
         if self._first is None and len(places):
             self._first = time.monotonic(), self.waited
-        batch = self._rows.continued(places, self._caller.settings.turn_tokens)
+        batch = self._rows.continued(places, self._turn_tokens)
+        if self._caller.settings.api is not None:
+            limits = [self._caller.limits[self._key(place)] for place in places.tolist()]
+            batch = replace(batch, stops=tuple(each.stops for each in limits))
         if not (len(places) or self._is_busy.any() if self._is_alone else self._run.has_rows(batch)):
             return None
         self._is_busy[places] = True
@@ -173,13 +228,13 @@ class _Episodes:
         places = torch.tensor([self._place_of[key] for key in keys], dtype=torch.int64, device=batch.rows.device)
         self._is_busy[places] = False
         rows.add(places, columns, self._run.model.version)
-        is_over = rows.has_whole_turn(self._caller.settings.turn_tokens) | self._is_cut
+        is_over = rows.has_whole_turn(self._turn_tokens) | self._is_cut
         self._call_for(places[is_over[places]])
 
     @property
     def late_after(self) -> dict[Key, int | None]:
         """Rows at the end, by episode, as of ``OpenRows.late_after``."""
-        found = self._rows.late_after(self._caller.settings.turn_tokens)
+        found = self._rows.late_after(self._turn_tokens)
         return {self._key(place): number for place, number in found.items()}
 
     @property
@@ -261,7 +316,7 @@ class _Episodes:
         names = [f"{name}{suffix}" for name in OF_LATE]
         found = caller.late_replies_of.rows_of(names, step, rows.batch.rows.tolist())
         state = {name.removesuffix(suffix): values.to(rows.exists.device) for name, values in found.items()}
-        return replace(rows, state=Columns(state)).late_after(caller.settings.turn_tokens)
+        return replace(rows, state=Columns(state)).late_after(self._turn_tokens)
 
     def _receive_replies(self, condition: str, waits: bool) -> None:
         """Receive the replies that are there. ``waits``: until ``condition`` of ``concurrent.futures.wait`` holds."""
@@ -272,9 +327,41 @@ class _Episodes:
             places, then = self._awaited.pop(replies)
             self._is_busy[places] = False
             received = self._caller.source.receive(replies, self._sampling.step)
-            then(places, received)
-            for place, reply in zip(places.tolist(), received, strict=True):
-                self._replied[place].append(reply.digest)
+            self._learn(places, received)
+            if then != self._learn:
+                then(places, received)
+                for place, reply in zip(places.tolist(), received, strict=True):
+                    self._replied[place].append(reply.digest)
+
+    def _learn(self, places: Tensor, replies: Sequence[RowReply]) -> None:
+        """Store the limits of the turns that follow."""
+        caller, step = self._caller, self._sampling.step
+        if self._run.model.replica.is_first:
+            caller.times.add_refused(step, sum(each.refused_calls for each in replies))
+        if caller.settings.api is not None:
+            for place, reply in zip(places.tolist(), replies, strict=True):
+                caller.limits[self._key(place)] = TurnLimits(reply.most_tokens, reply.stops)
+            self._turn_tokens = self._limits_of_turns()
+
+    def _limits_of_turns(self) -> TurnLimit:
+        """Return the most tokens of the turns of rows."""
+        caller, longest = self._caller, self._rows.context.shape[1]
+        own = caller.settings.turn_tokens
+        if caller.settings.api is None:
+            return own
+        found = [caller.limits.get(self._key(place)) for place in range(len(self._taken))]
+        most = [longest if each is None or each.tokens is None else each.tokens for each in found]
+        return self._rows.batch.rows.new_tensor(most).clamp(max=longest if own is None else own)
+
+    def _repeated(self, place: int) -> Request:
+        """Return the request for the last reply that a row has received."""
+        made = self._call(place)
+        turns, replied = tuple(self._turns[place]), tuple(self._replied[place])
+        call = replace(made, turns=turns, replied=replied)
+        return Request(call, self._encode_prompt(place)) if not turns else Request(call, lambda _: (), room=1)
+
+    def _encode_prompt(self, place: int) -> Callable[[EpisodeReply], Sequence[int]]:
+        return partial(self._caller.prompt, self._examples[place])
 
     def _begin(self, places: Tensor, replies: Sequence[RowReply]) -> None:
         """Begin the episodes of rows by the replies to their resets."""
@@ -302,22 +389,28 @@ class _Episodes:
     def _request(self, place: int, start: int, length: int, room: int) -> Request:
         """Return the request for the reply to a row's turn, from ``start`` to ``length``, with ``room`` behind it."""
         caller, example, sampling = self._caller, self._examples[place], self._sampling
-        turn = self._rows.state["tokens"][place, self._rows.prompt :][start:length].tolist()
-        turns = self._turns[place]
-        turns.append(caller.text(turn, sampling))
+        prompt, response = self._texts_of(place)
+        turn, turns = response[start:length], self._turns[place]
+        turns.append(caller.turn(turn, [*prompt, *response[:start]], sampling))
         is_last = len(turns) == caller.settings.max_turns or room == 0
         call = replace(self._call(place), turns=tuple(turns), is_last=is_last, replied=tuple(self._replied[place]))
         end = turn[-1] if turn[-1] in sampling.eos_token_ids else None
-        encode = partial(caller.tokens.reply, is_ended=end is not None, is_chat=bool(example.turns), end=end)
-        return Request(call, encode, room)
+        return Request(call, partial(caller.reply, example, end), room)
+
+    def _texts_of(self, place: int) -> tuple[list[int], list[int]]:
+        """Return the tokens of the prompt of a row, and all places of its response."""
+        state, width = self._rows.state, self._rows.prompt
+        tokens, length = state["tokens"][place].tolist(), int(state["attention_mask"][place, :width].sum())
+        return tokens[width - length : width], tokens[width:]
 
     def _earlier(self, place: int) -> tuple[list[str], list[int]]:
         """Return the turns that a row has had in steps before, and the digests of its reset and the replies to them."""
-        names = ("tokens", "response_mask", Column.TURN_ENDS, Column.REPLIED)
-        tokens, sampled, ends, digests = (self._rows.state[name][place].cpu() for name in names)
-        response, count = tokens[self._rows.prompt :].tolist(), int(self._rows.context[place].sum())
+        names = ("response_mask", Column.TURN_ENDS, Column.REPLIED)
+        sampled, ends, digests = (self._rows.state[name][place].cpu() for name in names)
+        (prompt, response), count = self._texts_of(place), int(self._rows.context[place].sum())
         turns = [part for is_sampled, part in parts_of(sampled, ends, count) if is_sampled and ends[part.stop - 1]]
-        texts = [self._caller.text(response[part.start : part.stop], self._sampling) for part in turns]
+        parts = [(response[part.start : part.stop], [*prompt, *response[: part.start]]) for part in turns]
+        texts = [self._caller.turn(*part, self._sampling) for part in parts]
         return texts, digests[[0, *(part.stop for part in turns)]].tolist()
 
     def _call(self, place: int) -> EpisodeCall:
@@ -376,7 +469,7 @@ def make_environment_caller(
     if settings is None or tokens is None or most == 0:
         return None
     is_replayed, count = spec.debug.replay is not None, plan.processes.by_rank().get(world.rank, 0)
-    episodes = None if is_replayed else Episodes(settings, count, plan.batch.segments)
+    episodes = None if is_replayed else Episodes(settings, count, plan.batch.segments, plan.sampled_from)
     mailbox = Mailbox(world, f"environments/{spec.name}", spec.timeout_seconds)
     source = ReplySource(settings, episodes, log, mailbox, spec.timeout_seconds / 2, most)
     late_replies_of = None if spec.debug.late_replies_of is None else RecordedColumns(Path(spec.debug.late_replies_of))

@@ -27,6 +27,8 @@ LOGPROBS = ("rollout_logprobs", "logprobs")
 """Log-probs of generation; without a pass of the trained model they serve as the policy's as well."""
 TOOL_CALLS = ("tool_calls", "failed_tool_calls")
 GOING = EPISODE_STATES["going on"]
+TurnLimit = Tensor | int | None
+"""Tokens of a turn, of each row int64 (n,) or of all; None: no limit."""
 
 
 def parts_of(sampled: Tensor, ends: Tensor, count: int) -> Iterator[tuple[bool, range]]:
@@ -145,7 +147,7 @@ class OpenRows:
         is_behind = (self.context > self.state["response_mask"]) | (self.state[Column.TURN_ENDS] > 0)
         return ((torch.arange(is_behind.shape[1], device=is_behind.device) + 1) * is_behind).amax(1)
 
-    def has_whole_turn(self, turn_tokens: int | None) -> Tensor:
+    def has_whole_turn(self, turn_tokens: TurnLimit) -> Tensor:
         """Rows bool (n,) whose last turn is whole, and has no reply: by an end token or a stop string, or since it has
         all its ``turn_tokens``, or the row has no room left."""
         lengths, starts = self.context.sum(1), self.turn_starts
@@ -159,24 +161,25 @@ class OpenRows:
         """Episodes bool (n,) that have the reply to their reset."""
         return self.state[Column.REPLIED][:, 0] != 0 if Column.REPLIED in self.state else ~self.is_new
 
-    def awaits_reply(self, turn_tokens: int | None) -> Tensor:
+    def awaits_reply(self, turn_tokens: TurnLimit) -> Tensor:
         """Episodes bool (n,) whose reset, or whole last turn, has no reply. ``turn_tokens``: of a turn."""
         return self.exists & ~self.has_ended & (~self.has_begun | self.has_whole_turn(turn_tokens))
 
-    def late_after(self, turn_tokens: int | None) -> dict[int, int | None]:
+    def late_after(self, turn_tokens: TurnLimit) -> dict[int, int | None]:
         """Return the episodes at the end of the step, by place: how many replies, that to its reset included, one has
         that awaits the next one; None: it awaits none."""
         numbers = (self.state["turns"] + self.has_begun).where(self.awaits_reply(turn_tokens), -1).tolist()
         places = self.exists.nonzero().squeeze(1).tolist()
         return {place: None if numbers[place] < 0 else numbers[place] for place in places}
 
-    def continued(self, places: Tensor, turn_tokens: int | None = None) -> Batch:
+    def continued(self, places: Tensor, turn_tokens: TurnLimit = None) -> Batch:
         """Return the rows at ``places``, for an engine, with their response so far. ``turn_tokens``: of a turn."""
         width, starts = self.prompt, self.turn_starts[places]
         texts, masks = self.state["tokens"][places], self.state["attention_mask"][places]
         limits = self.left[places]
         if turn_tokens is not None:
-            limits = limits.minimum(starts + turn_tokens - masks[:, width:].sum(1))
+            own = turn_tokens[places] if isinstance(turn_tokens, Tensor) else turn_tokens
+            limits = limits.minimum(starts + own - masks[:, width:].sum(1))
         columns = {
             "prompts": texts[:, :width],
             "prompt_mask": masks[:, :width],

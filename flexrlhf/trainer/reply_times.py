@@ -29,6 +29,11 @@ class ReplyTimes:
         if step >= 0:
             self._store.append(f"{step}/waited", f"{round(1e6 * seconds)} ")  # type: ignore[attr-defined]
 
+    def add_refused(self, step: int, calls: int) -> None:
+        """Add calls of programs that were refused; not those of an evaluation."""
+        if step >= 0 and calls:
+            self._store.add(f"{step}/refused", calls)
+
     def take(self, step: int) -> dict[str, Triple]:
         """Return the statistics of a step, which are then forgotten."""
         times, waits = (self._take(key) for key in (f"{step}", f"{step}/waited"))
@@ -37,6 +42,9 @@ class ReplyTimes:
         found = {"reply_seconds": (len(times), sum(times), 0.0), "reply_seconds_longest": (1.0, times[-1], 0.0)}
         places = {percent: min(len(times) - 1, percent * len(times) // 100) for percent in REPLY_PERCENTS}
         found["reply_wait"] = (1.0, sum(waits), 0.0)
+        if self._store.check([f"{step}/refused"]):
+            found["refused_calls"] = (1.0, float(self._store.add(f"{step}/refused", 0)), 0.0)
+            self._store.delete_key(f"{step}/refused")
         return found | {f"reply_seconds_p{percent}": (1.0, times[place], 0.0) for percent, place in places.items()}
 
     def _take(self, key: str) -> list[float]:

@@ -82,6 +82,9 @@ EXAMPLES: Examples = {
     ),
     "EnvironmentSpec.path": ("games.py:Game", "package.games:Game", None),
     "EnvironmentSpec.tools": ([], ["tools.py:search"], ["tools.py:search", "package.tools:add"]),
+    # where path is a program: _with_environment
+    "EnvironmentSpec.api": NOTHING,
+    "EnvironmentSpec.python": NOTHING,
     "EnvironmentSpec.options": ({}, {"level": 3, "on": "1e-6"}),
     "EnvironmentSpec.sequences": (1, 2, 3),
     "EnvironmentSpec.tool_format": ("hermes", "mistral", r"<(?P<name>\w+)>(?P<arguments>.*?)</\w+>"),
@@ -207,6 +210,9 @@ def _with_environment(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
     if not chance(rng, 0.2):
         return raw, plan
     changed = raw | {"environment": random_settings(rng, EnvironmentSpec, EXAMPLES, 0.3)}
+    if chance(Random(f"program {raw}"), 0.3):
+        program = {"path": "agents.py:run", "tools": [], "api": "openai", "python": "other/bin/python"}
+        changed["environment"] |= program
     if chance(rng, 0.5):
         changed["rollout"] = raw.get("rollout", {}) | {"order": "free"}
         if "segment_tokens" in changed["rollout"] and chance(Random(f"late {raw}"), 0.5):

@@ -18,8 +18,8 @@ from flexrlhf.comm.world import World
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.chat import ChatFormat
 from flexrlhf.data.quickstart.corpus import build_tokenizer
-from flexrlhf.data.turn_tokens import Replies, TurnTokens
-from flexrlhf.environments.base import EpisodeCall
+from flexrlhf.data.turn_tokens import TurnTokens
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.errors import RunStopped
 from flexrlhf.trainer.episode_replies import Received, ReplySource, Request
@@ -39,8 +39,8 @@ class Replica:
     group: object = "tp"
 
 
-def encode(messages: Replies) -> list[int]:
-    return [len(content) for _, content in messages]
+def encode(reply: EpisodeReply) -> list[int]:
+    return [len(content) for _, content in reply.messages]
 
 
 def requests(turns: tuple[str, ...], room: int | None) -> list[Request]:

@@ -25,12 +25,14 @@ class NewRequest:
     response: tokens of it so far.
     most:     new tokens at most.
     searched_from: response tokens that stop strings are not searched in.
+    stops:    these strings.
     """
 
     prompt: list[int]
     response: list[int]
     most: int
     searched_from: int = 0
+    stops: tuple[str, ...] = ()
 
 
 @dataclass
@@ -74,7 +76,7 @@ def new_requests(
     if "responses" in batch.columns:
         responses = _without_padding(batch["responses"], batch["response_mask"])
     most = batch.new_tokens(lengths.response).tolist()
-    requests = map(NewRequest, prompts, responses, most, batch.searched_from)
+    requests = map(NewRequest, prompts, responses, most, batch.searched_from, batch.stops_of(sampling))
     keyed = zip(request_keys(batch, sampling), requests, strict=True)
     return {key: request for key, request in keyed if key not in submitted}
 
@@ -113,7 +115,7 @@ def sampling_params(key: RequestKey, request: NewRequest, vocabulary: int, is_ex
             "ids": sampling.num_ids,
         },
         # stop strings are searched after every token
-        output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if request.stops else RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -133,8 +135,9 @@ def add_output(response: PartialResponse, output: Any) -> bool:
         response.tokens.append(token)
         response.logprobs.append(logprobs[token].logprob)
         response.finished = token in sampling.eos_token_ids
-        is_searched = sampling.stop and not response.finished
-        if is_searched and completes_stop(response.tokens, sampling, response.request.searched_from):
+        request = response.request
+        is_searched = request.stops and not response.finished
+        if is_searched and completes_stop(response.tokens, sampling, request.searched_from, request.stops):
             response.finished = response.done = True
             return not output.finished
     response.done = output.finished

@@ -1,0 +1,163 @@
+"""Programs that call the policy as a model of OpenAI's API: their episodes in processes."""
+
+from __future__ import annotations
+
+import json
+import venv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import example_programs
+import pytest
+
+from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn
+from flexrlhf.environments.episodes import Episodes
+from flexrlhf.environments.tool_schemas import check_class
+from flexrlhf.errors import UserError
+from flexrlhf.serving.model_calls import ModelCall
+
+FILE = Path(example_programs.__file__)
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+SECONDS = 60.0
+
+
+def settings_of(name: str, **settings: object) -> EnvironmentSpec:
+    """Return the settings of a program of ``example_programs``."""
+    given = {"path": f"{FILE}:{name}", "api": "openai", "processes": 1, "timeout_seconds": 20.0, **settings}
+    return EnvironmentSpec.model_validate(given)
+
+
+@contextmanager
+def playing(settings: EnvironmentSpec) -> Iterator[Episodes]:
+    """Close the processes behind the body."""
+    episodes = Episodes(settings, settings.processes, sampling=SAMPLING)
+    try:
+        yield episodes
+    finally:
+        episodes.close()
+
+
+def begin(episodes: Episodes, prompts: Sequence[str]) -> tuple[list[EpisodeCall], list[EpisodeReply]]:
+    """Begin an episode for each prompt."""
+    calls = [EpisodeCall((0, row), {"prompt": prompt}, 7) for row, prompt in enumerate(prompts)]
+    return calls, episodes.replies(calls, SECONDS)
+
+
+def turn_of(call: EpisodeCall, reply: EpisodeReply, text: str, is_last: bool = False) -> EpisodeCall:
+    """Return the call behind ``reply`` with a turn of the policy."""
+    turn = ProgramTurn(text, tokens=len(text)).as_json
+    return replace(call, turns=(*call.turns, turn), replied=(*call.replied, reply.digest), is_last=is_last)
+
+
+@pytest.mark.parametrize("name", ["two_turns", "two_turns_at_once"])
+def test_a_call_is_a_reply_and_a_turn_its_response(name: str) -> None:
+    """Messages that follow are those behind the policy's turn; another process plays the episode up to there."""
+    with playing(settings_of(name)) as episodes:
+        calls, begun = begin(episodes, ["a", "b"])
+        assert [ModelCall.read(each.call).messages for each in begun] == [
+            ({"role": "user", "content": "a"},),
+            ({"role": "user", "content": "b"},),
+        ]
+        calls = [turn_of(call, reply, "abc") for call, reply in zip(calls, begun, strict=True)]
+        replies = episodes.replies(calls, SECONDS)
+        assert ModelCall.read(replies[0].call).messages == ({"role": "user", "content": "more 7"},)
+        last = [turn_of(call, reply, "de") for call, reply in zip(calls, replies, strict=True)]
+        (ended,) = episodes.replies(last[:1], SECONDS)
+        assert (ended.reward, ended.is_done, ended.failure) == (5.0, True, None)
+    with playing(settings_of(name)) as episodes:
+        (ended,) = episodes.replies(last[1:], SECONDS)
+        assert (ended.reward, ended.is_done, ended.failure) == (5.0, True, None)
+        changed = replace(last[1], key=(0, 5), replied=(1, 2))
+        (other,) = episodes.replies([changed], SECONDS)
+        assert other.failure is not None and other.failure.kind == "replay"
+
+
+def test_a_text_goes_on_with_its_limits() -> None:
+    """A stop string ends the text that the program receives; what it adds is what follows."""
+    with playing(settings_of("completions")) as episodes:
+        (call,), (begun,) = begin(episodes, ["a"])
+        found = ModelCall.read(begun.call)
+        assert (found.prompt, found.stop, found.most_tokens) == ("a 0:", ("!",), 3)
+        call = turn_of(call, begun, "bc!d")
+        (reply,) = episodes.replies([call], SECONDS)
+        assert ModelCall.read(reply.call).prompt == " 1:"
+        (ended,) = episodes.replies([turn_of(call, reply, "e")], SECONDS)
+        assert ended.reward == len("a 0:bc 1:e") and ended.is_done
+
+
+def test_a_program_has_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    """It needs no library of this one, and another reward where these are there."""
+    venv.create(tmp_path / "other", with_pip=False)
+    for python, reward in ((tmp_path / "other/bin/python", 1.0), (None, 0.0)):
+        settings = settings_of("of_another_interpreter", python=None if python is None else str(python))
+        with playing(settings) as episodes:
+            (call,), (begun,) = begin(episodes, ["a"])
+            (ended,) = episodes.replies([turn_of(call, begun, "hi")], SECONDS)
+            assert (ended.reward, ended.failure) == (reward, None)
+
+
+def test_a_program_that_can_have_no_further_turn_ends_by_itself_or_raises() -> None:
+    """Behind its last turn, or without room; one that raises then has no reward."""
+    for name, reward in (("without_end", 3.0), ("without_end_or_reward", 0.0)):
+        with playing(settings_of(name)) as episodes:
+            calls, begun = begin(episodes, ["a", "b"])
+            last = turn_of(calls[0], begun[0], "x", is_last=True)
+            (ended,) = episodes.replies([last], SECONDS)
+            assert (ended.reward, ended.is_done, ended.refused_calls, ended.failure) == (reward, False, 1, None)
+            call = turn_of(calls[1], begun[1], "x")
+            (reply,) = episodes.replies([call], SECONDS)
+            (ended,) = episodes.replies([replace(call, replied=(*call.replied, reply.digest), is_ended=True)], SECONDS)
+            assert (ended.reward, ended.is_done, ended.failure) == (reward, False, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure", "text"),
+    [
+        ("early", "reply", "it returned before its first call of the policy"),
+        ("raise", "raise", "raised ValueError: no more"),
+        ("text", "reply", "reward is 'a lot' (str) instead of a finite number"),
+        ("forget", "raise", "environment.sequences is 1, and the messages go on with none of the earlier"),
+        ("hot", "raise", "its last refused call: temperature"),
+        ("sleep", "timeout", "took longer than 1.5 s"),
+        ("exit", "crash", "exit code 3"),
+    ],
+)
+def test_a_program_that_misbehaves_costs_its_episode(kind: str, failure: str, text: str) -> None:
+    """It is named, in time; another one of its process goes on, or is played again in another one."""
+    with playing(settings_of("misbehaves", timeout_seconds=1.5)) as episodes:
+        calls, begun = begin(episodes, [kind, "threads"])
+        turns = [turn_of(call, reply, "x") for call, reply in zip(calls, begun, strict=True) if reply.call]
+        replies = [*(reply for reply in begun if not reply.call), *episodes.replies(turns, SECONDS)]
+        failed, going = replies
+        assert failed.failure is not None and failed.failure.kind == failure and text in failed.failure.text
+        assert failed.failure.text.startswith(f"{FILE}:misbehaves: step 0, row 0, ")
+        assert going.failure is None and going.call
+        (ended,) = episodes.replies([turn_of(turns[-1], going, "y")], SECONDS)
+        assert (ended.reward, ended.failure) == (1.0, None)
+
+
+def test_a_program_is_checked_before_a_rank_starts(tmp_path: Path) -> None:
+    """It is loaded by its interpreter, and has to take a row, the address and its options."""
+    check_class(settings_of("two_turns", options={"bonus": 1.0}), ["prompt"])
+    cases = {
+        "two_turns": ({"options": {"bonuses": 1}}, "got an unexpected keyword argument 'bonuses'"),
+        "say": ({}, r"it is called with \(row, api\) and environment.options, and takes \(api"),
+        "two_turns_at_once": ({"python": str(tmp_path / "python")}, "No such file or directory"),
+    }
+    for name, (settings, sentence) in cases.items():
+        with pytest.raises(UserError, match=sentence):
+            check_class(settings_of(name, **settings))
+    with pytest.raises(ValueError, match="api: openai is of a program in path, found the tools a.py:b"):
+        EnvironmentSpec.model_validate({"api": "openai", "path": "a.py:run", "tools": ["a.py:b"]})
+    with pytest.raises(ValueError, match="add api: openai"):
+        EnvironmentSpec.model_validate({"path": "a.py:run", "python": "/usr/bin/python3"})
+
+
+def test_calls_are_read_as_they_were_written() -> None:
+    """Through JSON, in which a log and other ranks have them."""
+    call = ModelCall(({"role": "user", "content": "é"},), None, ({"type": "function"},), ("a", "b"), 3)
+    assert ModelCall.read(call.text) == call
+    assert json.loads(call.text)["most_tokens"] == 3
