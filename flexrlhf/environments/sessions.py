@@ -67,7 +67,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class ProgramSetup:
-    """How a program runs.
+    """Settings of the process of a program.
 
     python:    its interpreter; None: that of this process
     limits:    of that interpreter
