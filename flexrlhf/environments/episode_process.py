@@ -375,7 +375,7 @@ def make_process(
     if settings.api is not None:
         # the program has an interpreter of its own, and this process a connection for each of its calls
         values = tuple((sampling or {}).items())
-        program = ProgramSetup(settings.python, limits, values, 1)
+        program = ProgramSetup(settings.python, limits, values, settings.sequences)
         limits = ProcessLimits(None, MOST_FILES)
     setup = Setup(
         settings.path, settings.tools, options, settings.tool_format, settings.timeout_seconds, steps, program
