@@ -64,7 +64,7 @@ class ResultsWriter(Observer):
         self._plan, self._world, self._mailbox = recorder.plan, recorder.world, recorder.mailbox
         self._last_time = time.time()
         self._replies = ReplyTimes(self._plan, self._world) if self._plan.spec.environment is not None else None
-        spec, rows = self._plan.spec, self._plan.batch.num_taken
+        spec, rows = self._plan.spec, self._plan.batch.num_taken // self._plan.batch.sequences
         self._warnings = StepWarnings(spec.name, rows) if spec.guards.warnings else None
 
     def end(self, _: Execution) -> None:

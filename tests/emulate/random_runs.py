@@ -61,6 +61,8 @@ def random_settings(random: Random) -> Raw:
         algorithm["ptx"] = {"path": "texts.jsonl"}
     if "environment" in raw and tokens and own.random() < 0.5:
         raw["rollout"] |= {"order": "free", "late_replies": "carry"}
+    if "environment" in raw:
+        raw["environment"]["sequences"] = own.choice((1, 1, 2, 3))
     return raw
 
 

@@ -48,11 +48,11 @@ def outcome_of(row: Row) -> str:
 
 
 def group_of(plan: Plan, row: Row) -> list[Row]:
-    """Rows that are trained on together: those of the same prompt, or each by itself."""
-    (taken, number), samples = row, plan.batch.samples_per_prompt
+    """Rows that are trained on together: those of the same prompt, or of the same response."""
+    (taken, number), rows = row, plan.batch.samples_per_prompt
     if plan.spec.rollout.groups == "as-ended":
-        return [row]
-    return [(taken, number // samples * samples + sample) for sample in range(samples)]
+        rows = plan.spec.num_sequences
+    return [(taken, number // rows * rows + each) for each in range(rows)]
 
 
 def last_age(plan: Plan, row: Row) -> int:

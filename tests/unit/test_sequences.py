@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
-from replicas import Alone, batch_of
+from replicas import Alone, batch_of, on_replicas
 from scored_batches import context_of
 from small_runs import plan_of
 
@@ -20,9 +21,11 @@ from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Totals
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.pass_settings import PassSettings
+from flexrlhf.memory.packed_rows import largest_pass
 from flexrlhf.metrics import METRICS, Outcome
-from flexrlhf.objectives.context import Columns
+from flexrlhf.objectives.context import Columns, EarlierScores, Reducer
 from flexrlhf.objectives.functions import COMBINES
+from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.operators.outcomes import FAILED
 from flexrlhf.placement.layout import BatchShape
@@ -214,6 +217,36 @@ def test_greedy_episodes_are_baselines_of_all_sequences() -> None:
         assert columns["advantages"][row].tolist() == pytest.approx((difference * mask).tolist(), abs=1e-6), row
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_episodes_that_end_by_themselves_are_compared_with_earlier_ones(name: str) -> None:
+    """As ended: each episode is trained on alone, with all its sequences; the scores before are of first sequences."""
+    spec, rows = settings(name, NO_KL), torch.arange(K * SAMPLES * PROMPTS).view(-1, K)[1::3].flatten()
+    batch = replace(with_sequences(episodes().select(rows)), samples_per_prompt=K)
+    earlier = torch.full((PROMPTS, SAMPLES), math.nan)
+    earlier[:, 0] = torch.arange(PROMPTS) / 3
+    known = EarlierScores({Column.GROUP_SCORES: earlier}, batch.rows[::K] // K)
+    found, expected = (
+        group_advantages(spec, each, replace(context_of(spec, each), earlier=known))[0]
+        for each in (batch, batch.episodes)
+    )
+    mask, values = batch["response_mask"], expected["advantages"].sum(1) / expected["loss_mask"].sum(1).clamp(min=1)
+    torch.testing.assert_close(found["advantages"], mask * batch.of_rows(values)[:, None])
+    assert torch.equal(found[Column.GROUP_SCORES][::K].nan_to_num(9), expected[Column.GROUP_SCORES].nan_to_num(9))
+    assert values.any()
+
+
+@pytest.mark.parametrize(("function", "name", "changes"), [GROUPS[2], *OTHERS])
+def test_replicas_have_the_advantages_of_the_whole_batch(function: str, name: str, changes: dict[str, Any]) -> None:
+    batch, spec, rows = with_sequences(episodes()), settings(name, changes), 2 * SAMPLES * K
+    whole, _ = computed(batch, function, spec)
+
+    def work(rank: int, port: Reducer) -> torch.Tensor:
+        part = batch.select(slice(0, rows) if rank == 0 else slice(rows, None))
+        return COMBINES[function](spec, part, context_of(spec, part, port))[0]["advantages"]
+
+    torch.testing.assert_close(torch.cat(on_replicas(2, work)), whole["advantages"])
+
+
 def test_means_over_responses_count_the_sequences_that_are_used() -> None:
     batch, spec = with_sequences(episodes()), settings("grpo", GROUPS[3][2])
     columns, _ = computed(batch, "group_advantages", spec)
@@ -319,3 +352,26 @@ def test_passes_compute_no_token_of_unused_rows(shares: bool) -> None:
         for row, tokens, mask in zip(piece.order.tolist(), piece.text_tokens, piece.text_mask, strict=True):
             own = batch["tokens"][row][batch["attention_mask"][row].bool()].tolist()
             assert not own or tokens[mask].tolist() == own
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_pass_is_above_the_planned_bounds(seed: int) -> None:
+    """Of tokens, of the width of a row, and of tokens of responses; also if no or all further rows are used."""
+    rng, k, samples = Random(seed), 3, 2
+    number, used, budget = 4 * k * samples, rng.choice((0.0, 0.5, 1.0)), rng.choice((12, 20, 60))
+    columns, rows = torch.arange(10), torch.arange(number)
+    is_used = [row % k == 0 or rng.random() < used for row in range(number)]
+    prompts = torch.tensor([4 if row % k == 0 else rng.randint(1, 4) for row in range(number)]) * torch.tensor(is_used)
+    responses = torch.tensor([rng.randint(1, 6) for _ in range(number)]) * torch.tensor(is_used)
+    mask = ((columns >= 4 - prompts[:, None]) & (columns < 4 + responses[:, None])).to(torch.uint8)
+    tokens = (rows[:, None] * 100 + columns).int()
+    tokens[::k, :4] = (rows[::k, None] // (k * samples) * 1000 + columns[:4]).int()
+    batch = Batch({"tokens": tokens, "attention_mask": mask}, rows, k * samples, sequences=k)
+    settings = replace(PassSettings(LENGTHS, budget), packs=True, shares=True)
+    shared, apart = (largest_pass(4, 6, k * samples, budget, number, packs=True, shares=s) for s in (True, False))
+    most = shared.or_larger(apart)
+    pieces = [*MicroBatch.split(batch, settings)]
+    assert max(piece.tokens.numel() for piece in pieces) <= most.tokens
+    assert max(piece.width for piece in pieces) <= most.width
+    assert max(len(piece.scored) for piece in pieces) <= most.responses
+    assert most.total is not None and sum(piece.tokens.numel() for piece in pieces) <= most.total
