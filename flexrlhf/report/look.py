@@ -15,7 +15,7 @@ ROLES = {
     "cost": "#b4566d",
     "cost_critic": "#b99a2c",
 }
-OTHERS = ("#6a8f3c", "#a0725a", "#4a9ab5", "#c06ba8", "#7b7fc4", "#8f8f46")
+OTHERS = ("#6a8f3c", "#a0725a", "#4a9ab5", "#c06ba8", "#7b7fc4", "#8f8f46", "#5f8a8b")
 """Colours of further roles, in their order."""
 RUNS = ("#3f74b8", "#d98032", "#4f9d8c", "#8a6bb4", "#b4566d", "#b99a2c")
 INSTRUCTIONS = {

@@ -16,7 +16,7 @@ from flexrlhf.report.picture import AUTOMARGIN, Picture, make_figure
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.samples_table import spread
 
-COLOURS = dict(zip(map(str, Outcome), (*RUNS, *OTHERS), strict=False))
+COLOURS = dict(zip(map(str, Outcome), (*RUNS, *OTHERS), strict=True))
 IN_FLIGHT_COLOUR = "#8b9098"
 MOST_STEPS = 1000
 """Steps of a figure."""
