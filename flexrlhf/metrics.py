@@ -267,6 +267,7 @@ _DEFINED = (
         "sum",
     ),
     Metric("turns_mean", "turns", "turns of the policy in an episode", progress=True),
+    Metric("sequences_mean", "sequences", "sequences of an episode, with environment.sequences"),
     Metric("reply_length_mean", "reply_length", "tokens of the environment's replies in an episode"),
     Metric("episode_ended", "episode_ended", "share of episodes that the environment has ended"),
     Metric("episode_last_turn", "episode_last_turn", "share of episodes that had all their turns and were not ended"),
@@ -506,6 +507,7 @@ _DEFINED = (
     ),
     Metric("eval_pass_at_k", "eval_pass_at_k", "share of evaluation prompts with such a response among eval.pass_at"),
     Metric("eval_turns_mean", "eval_turns", "turns of the policy in an episode of an evaluation prompt"),
+    Metric("eval_sequences_mean", "eval_sequences", "sequences of such an episode, with environment.sequences"),
     Metric("eval_episode_failed", "eval_episode_failed", "share of these episodes whose environment failed"),
     Metric(
         "eval_truncated",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.engines.base import Batch, Moments, moments
@@ -21,23 +22,30 @@ STATES = {
 
 
 def episodes(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -> tuple[Columns, Moments]:
-    """Return statistics of turns, of tools and of how episodes ended.
+    """Return statistics of turns and of tools, in all sequences of an episode, and of how episodes ended.
 
     Raises RunStopped, on all ranks alike, if ``max_failures`` rows in a row, also of earlier steps, have failed.
     """
-    has_failed = batch["episode"] >= FAILED
-    counted = {"turns": moments(batch["turns"].float(), ~has_failed), "episode_failed": moments(has_failed.float())}
+
+    def total(values: Tensor) -> Tensor:
+        return values.float().view(-1, batch.sequences).sum(1)
+
+    ends = batch.episodes["episode"]
+    has_failed = ends >= FAILED
+    counted = {"turns": moments(total(batch["turns"]), ~has_failed), "episode_failed": moments(has_failed.float())}
+    if batch.sequences > 1:
+        counted["sequences"] = moments(total(batch["attention_mask"].any(1)), ~has_failed)
     if context.step < 0:
         return {}, counted  # of an evaluation
-    in_a_row = torch.tensor(float(_failed_in_a_row(settings, batch, context)), device=has_failed.device)
+    in_a_row = torch.tensor(float(_failed_in_a_row(settings, batch.episodes, context)), device=has_failed.device)
     replies = batch["attention_mask"][:, -batch["response_mask"].shape[1] :].float() - batch["response_mask"].float()
     return {}, {
         **counted,
         FAILED_IN_A_ROW: moments(in_a_row),
-        "reply_length": moments(replies.sum(1), ~has_failed),
-        **{name: moments((batch["episode"] == EPISODE_STATES[state]).float()) for name, state in STATES.items()},
-        "tool_calls": moments(batch["tool_calls"].float()),
-        "failed_tool_calls": moments(batch["failed_tool_calls"].float()),
+        "reply_length": moments(total(replies.sum(1)), ~has_failed),
+        **{name: moments((ends == EPISODE_STATES[state]).float()) for name, state in STATES.items()},
+        "tool_calls": moments(total(batch["tool_calls"])),
+        "failed_tool_calls": moments(total(batch["failed_tool_calls"])),
     }
 
 

@@ -189,7 +189,7 @@ class Operator:
     def is_of_episodes(self) -> bool:
         """Whether it computes for the first sequence of an episode alone: scores, and statistics of evaluations."""
         scores = self.kind != "generate" and any(plain(name) in SCORES for name in self.writes)
-        return scores or self.kind in ("score", "retokenize") or self.function in EVALUATION_METRICS
+        return scores or self.kind in ("score", "retokenize") or self.function in ("diversity", "held_out_scores")
 
     @property
     def joins_responses(self) -> bool:

@@ -193,6 +193,8 @@ def _step_deviations(outcome: Outcome, number: int, step: Step) -> Iterator[Devi
         rows = sum(metrics[name] for name in metrics if name.startswith("rows_") and name != "rows_in_flight")
         yield Deviation(number, "rows_unused", abs(unused - (k - 1) * rows), 0.0)
         metrics["rows_in_flight"] //= k
+        for name in ("sequences_mean", "eval_sequences_mean"):
+            yield Deviation(number, name, abs(metrics.pop(name, 1.0) - 1.0), 0.0)
     further = {name for name in metrics.keys() - step.metrics.keys() if not UNREFERENCED_METRICS.fullmatch(name)}
     assert not further, f"{outcome.case.name} reports {sorted(further)}, which nothing is compared with"
     # Megatron counts no tokens of experts

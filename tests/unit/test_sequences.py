@@ -18,12 +18,14 @@ from small_runs import plan_of
 
 from flexrlhf.config.algorithms import AnyAlgorithm
 from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.engines.base import Batch, Totals
 from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.pass_settings import PassSettings
 from flexrlhf.memory.packed_rows import largest_pass
 from flexrlhf.metrics import METRICS, Outcome
-from flexrlhf.objectives.context import Columns, EarlierScores, Reducer
+from flexrlhf.objectives.context import Columns, CombineContext, EarlierScores, Reducer
+from flexrlhf.objectives.episodes import episodes as statistics_of_episodes
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.operators.columns import Column, Lengths
@@ -254,6 +256,24 @@ def test_means_over_responses_count_the_sequences_that_are_used() -> None:
     used = int(batch["response_mask"].any(1).sum())
     assert (totals.unused, totals.prompts) == (len(batch) - used, PROMPTS) and totals.taken <= used
     assert totals.sequences == columns["loss_mask"].any(1).sum()
+
+
+def test_turns_of_an_episode_are_those_of_all_its_sequences() -> None:
+    """Failures count it once, by its first row; rows that no conversation has used have no turns."""
+    batch = with_sequences(episodes())
+    used = batch["response_mask"].any(1)
+    numbers = {name: (used * 2).int() for name in ("turns", "tool_calls", "failed_tool_calls")}
+    mask = torch.cat([batch["response_mask"][:, :2], batch["response_mask"]], 1)
+    batch = batch.with_columns({"attention_mask": mask, **numbers})
+    game = EnvironmentSpec(path="game.py:Game", max_failures=2)
+    _, statistics = statistics_of_episodes(game, batch, CombineContext([slice(0, len(batch))], Alone(), {}))
+    number = SAMPLES * PROMPTS
+    has_failed = batch["episode"][::K] >= FAILED
+    of_episodes = used.view(-1, K).sum(1)
+    assert statistics["episode_failed"].tolist() == [number, 1, 1]
+    assert statistics["sequences"].tolist()[:2] == [number - 1, of_episodes[~has_failed].sum()]
+    assert statistics["turns"].tolist()[:2] == [number - 1, 2 * of_episodes[~has_failed].sum()]
+    assert statistics["tool_calls"].tolist()[:2] == [number, 2 * of_episodes.sum()]
 
 
 # --- rows

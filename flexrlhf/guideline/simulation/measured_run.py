@@ -260,7 +260,10 @@ def _recent_lengths(record: RunRecord, steps: Sequence[int]) -> TextLengths:
     """Return the lengths of the texts of ``steps``: responses with the mean of the metrics, distributed as the samples
     or, without enough of them, exponentially; those in the data if no responses are generated."""
     known, longest = lengths_in_data(record.plan), record.plan.lengths.response
-    sampled_tokens, replies = _mean(record, steps, "response_length"), _mean(record, steps, "reply_length_mean") or 0.0
+    # an episode's sequences are rows of their own, of which a step has the lengths of the first one
+    number = _mean(record, steps, "sequences_mean") or 1.0
+    sampled_tokens = _mean(record, steps, "response_length")
+    replies = (_mean(record, steps, "reply_length_mean") or 0.0) / number
     if sampled_tokens is None:
         return known
     mean = max(1.0, sampled_tokens + replies)
@@ -273,6 +276,7 @@ def _recent_lengths(record: RunRecord, steps: Sequence[int]) -> TextLengths:
     else:
         responses = truncated_exponential(mean, longest)
     turns = _mean(record, steps, "turns_mean")
+    turns = None if turns is None else turns / number
     episodes = tuple(_sampled_episodes(record.samples, steps[0], sampled_tokens, replies))
     return TextLengths(known.prompt, responses, known.prompts, turns=turns, replies=replies, episodes=episodes)
 
