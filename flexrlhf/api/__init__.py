@@ -59,9 +59,8 @@ if TYPE_CHECKING:
     from flexrlhf.data.quickstart import config_paths, prepare_corpus
     from flexrlhf.display.live_display import live_display
     from flexrlhf.display.plain_lines import rate, restarts_text
-    from flexrlhf.environments.base import EpisodeCall, EpisodeReply, Messages, ProgramTurn, Turn
+    from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn, Turn
     from flexrlhf.environments.episodes import Episodes
-    from flexrlhf.environments.tool_calls import parse_calls
     from flexrlhf.environments.tool_schemas import tool_schemas
     from flexrlhf.errors import (
         Interrupted,

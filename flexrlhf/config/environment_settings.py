@@ -14,6 +14,8 @@ from flexrlhf.config.user_paths import UserPath, user_path
 from flexrlhf.errors import nearest, shown
 
 _SERVER = "openenv:"
+_PROGRAMS = ("verifiers:",)
+"""Beginnings of the paths of packages whose episodes are programs that call the policy."""
 
 
 def _environment_path(path: str) -> str:
@@ -99,6 +101,13 @@ class EnvironmentSpec(StrictModel):
         """Return the processes in which the episodes of one of ``replicas`` run: its share, and at least one."""
         first, last = (self.processes * each // replicas for each in (replica, replica + 1))
         return max(1, last - first)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _packages_have_programs(cls, given: Any) -> Any:
+        """Return settings of a package's program with its ``api``."""
+        is_program = isinstance(given, dict) and str(given.get("path")).startswith(_PROGRAMS)
+        return {**given, "api": "openai"} if is_program else given
 
     @model_validator(mode="after")
     def _replies_exist(self) -> Self:

@@ -47,6 +47,7 @@ from flexrlhf.environments.sessions import (
     load,
     waiting_limit,
 )
+from flexrlhf.environments.sources import program_of
 from flexrlhf.user_code.call_failures import CallFailed, CallFailure
 from flexrlhf.user_code.deadline import Deadline
 from flexrlhf.user_code.process_directories import process_directory
@@ -370,16 +371,16 @@ def make_process(
     steps:     in which an episode may have turns
     sampling:  temperature, top_p and top_k of the policy, which a program may send with a call
     """
-    options = json.dumps(settings.options, default=str)
+    path, options = settings.path, settings.options
     limits, program = ProcessLimits(settings.memory_mb, settings.open_files), None
     if settings.api is not None:
         # the program has an interpreter of its own, and this process a connection for each of its calls
         values = tuple((sampling or {}).items())
+        path, options = program_of(settings)
         program = ProgramSetup(settings.python, limits, values, settings.sequences)
         limits = ProcessLimits(None, MOST_FILES)
-    setup = Setup(
-        settings.path, settings.tools, options, settings.tool_format, settings.timeout_seconds, steps, program
-    )
+    own = settings.tools, json.dumps(options, default=str), settings.tool_format, settings.timeout_seconds
+    setup = Setup(path, *own, steps, program)
     return EpisodeProcess(setup, limits, settings.name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -41,9 +42,23 @@ def is_installed(prefix: str) -> bool:
     return find_spec(library.partition(".")[0]) is not None
 
 
+def program_of(settings: EnvironmentSpec) -> tuple[str, dict[str, Any]]:
+    """Return the program that plays the episodes, ``path/to/file.py:name`` or ``module:name``, and its arguments.
+
+    A package's is in the file of its class, so that an interpreter without flexrlhf loads it.
+    """
+    assert settings.path is not None, "a program has a place"
+    found = package_of(settings.path)
+    if found is None:
+        return settings.path, settings.options
+    kind = load_plugin("environments", found[0])
+    return f"{sys.modules[kind.__module__].__file__}:{kind.program}", {**settings.options, "name": found[1]}
+
+
 def check_environment(settings: EnvironmentSpec) -> None:
     """Raise UserError for an environment whose package, variables or server this machine lacks."""
-    check_package(settings.path)
+    if settings.python is None:
+        check_package(settings.path)
     check_variables(settings)
 
 
@@ -52,9 +67,10 @@ def check_package(path: str | None) -> None:
     found = None if path is None else package_of(path)
     if found is not None and not is_installed(found[0]):
         kind = load_plugin("environments", found[0])
+        other = ", or name an interpreter that has it in environment.python" if hasattr(kind, "program") else ""
         raise UserError(
             f"environment.path: {path} needs the package {kind.library.partition('.')[0]}, which is not installed; "
-            f"pip install 'flexrlhf[{kind.extra}]'"
+            f"pip install 'flexrlhf[{kind.extra}]'{other}"
         )
 
 

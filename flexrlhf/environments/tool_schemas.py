@@ -18,7 +18,7 @@ from flexrlhf.config.code_loading import load_function
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.chat import Tool
 from flexrlhf.environments.class_checks import class_facts, program_facts
-from flexrlhf.environments.sources import is_installed, package_of
+from flexrlhf.environments.sources import is_installed, package_of, program_of
 from flexrlhf.environments.tool_runs import has_steps, tool_names
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.user_code.call_failures import Caught
@@ -71,19 +71,16 @@ def check_class(settings: EnvironmentSpec, columns: Collection[str] | None = Non
     """
     if settings.path is None:
         return
-    if settings.api is not None:
-        check_function(settings.path, "environment.path", may_be_async=True)
-        facts = _in_process(_PROGRAM, settings.path, json.dumps(settings.options, default=str), settings.python)
-        if "problem" in facts:
-            setting, sentence = facts["problem"]
-            raise UserError(f"environment.{setting}: {settings.path}: {sentence}")
-        return
     package = package_of(settings.path)
     if package is None:
         check_function(settings.path, "environment.path", may_be_async=True)
-    elif not is_installed(package[0]):
+    elif settings.python is None and not is_installed(package[0]):
         return
-    facts = _in_process(_CLASS, settings.path, json.dumps(settings.options, default=str))
+    if settings.api is None:
+        facts = _in_process(_CLASS, settings.path, json.dumps(settings.options, default=str))
+    else:
+        program, options = program_of(settings)
+        facts = _in_process(_PROGRAM, program, json.dumps(options, default=str), settings.python)
     if "problem" in facts:
         setting, sentence = facts["problem"]
         raise UserError(f"environment.{setting}: {settings.path}: {sentence}")

@@ -331,18 +331,6 @@ def test_reasoning_gym(play: Play) -> None:
     assert said(replies) == [(), ()] and replies[1].reward == 1 and replies[1].is_done
 
 
-def test_verifiers(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own rollout, with its own tools and reward."""
-    pytest.importorskip("verifiers")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FILE.parent), os.environ.get("PYTHONPATH", "")]))
-    turns = [call("sums_add", first=3, second=4), call("no_tool"), "It is 7."]
-    path, options = "verifiers:verifiers-tasks", {"largest": 5}
-    replies = play(turns, {"idx": 3}, path=path, options=options, timeout_seconds=60)
-    prompt = (("system", "Add."), ("user", "What is 3 + 4?"))
-    assert said(replies) == [prompt, (("tool", "7"),), (("tool", "error: no tool 'no_tool'; there are sums_add"),), ()]
-    assert [(reply.reward, reply.is_done) for reply in replies] == [*[(0, False)] * 3, (1, True)]
-
-
 ODD_RESULTS = [
     ("an_object", r"an_object returned <object object at 0x\w+>, an object, instead of a text or what JSON has"),
     ("objects_inside", "objects_inside returned <function objects_inside.<locals>.<lambda> at"),

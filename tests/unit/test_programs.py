@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import example_programs
@@ -15,6 +18,7 @@ import pytest
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn
 from flexrlhf.environments.episodes import Episodes
+from flexrlhf.environments.sources import check_environment, program_of
 from flexrlhf.environments.tool_schemas import check_class
 from flexrlhf.errors import UserError
 from flexrlhf.serving.model_calls import ModelCall
@@ -22,6 +26,7 @@ from flexrlhf.serving.model_calls import ModelCall
 FILE = Path(example_programs.__file__)
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 SECONDS = 60.0
+NO_TOOL = "error: no tool 'no_tool'; there are sums_add"
 
 
 def settings_of(name: str, **settings: object) -> EnvironmentSpec:
@@ -161,3 +166,51 @@ def test_calls_are_read_as_they_were_written() -> None:
     call = ModelCall(({"role": "user", "content": "é"},), None, ({"type": "function"},), ("a", "b"), 3)
     assert ModelCall.read(call.text) == call
     assert json.loads(call.text)["most_tokens"] == 3
+
+
+def test_a_task_set_of_verifiers_is_a_program() -> None:
+    """Its interpreter is another one, or has verifiers."""
+    settings = EnvironmentSpec(path="verifiers:sums", python=sys.executable, options={"largest": 5})
+    assert settings.api == "openai"
+    program, options = program_of(settings)
+    assert Path(program.removesuffix(":run")).is_file() and options == {"largest": 5, "name": "sums"}
+    if find_spec("verifiers") is None:
+        with pytest.raises(UserError, match=r"verifiers:sums: .*No module named 'verifiers'"):
+            check_class(settings)
+        sentence = r"pip install 'flexrlhf\[verifiers\]', or name an interpreter that has it in environment.python$"
+        with pytest.raises(UserError, match=sentence):
+            check_environment(EnvironmentSpec(path="verifiers:sums"))
+
+
+def test_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own rollout, with its own tools and reward; one without room for a further turn is scored as it is."""
+    python = os.environ.get("FLEXRLHF_TEST_VERIFIERS")
+    if python is None:
+        pytest.importorskip("verifiers", reason="neither here nor in an interpreter FLEXRLHF_TEST_VERIFIERS")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FILE.parent), os.environ.get("PYTHONPATH", "")]))
+    path, options = "verifiers:verifiers-tasks", {"largest": 5}
+    settings = EnvironmentSpec(path=path, python=python, options=options, processes=1, timeout_seconds=SECONDS)
+    check_class(settings)
+
+    def tool_call(name: str, **arguments: int) -> str:
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    with playing(settings) as episodes:
+        calls = [EpisodeCall((0, row), {"idx": 3}, 7) for row in range(2)]
+        replies = episodes.replies(calls, 2 * SECONDS)
+        begun = ModelCall.read(replies[0].call)
+        assert [each["content"] for each in begun.messages] == ["Add.", "What is 3 + 4?"]
+        assert [each["function"]["name"] for each in begun.tools] == ["sums_add"]
+        for texts, is_last, contents in [
+            ([tool_call("sums_add", first=3, second=4)] * 2, False, ["7", "7"]),
+            ([tool_call("no_tool"), f"It is 7. {tool_call('no_tool')}"], True, [NO_TOOL]),
+        ]:
+            calls = [
+                turn_of(call, reply, text, is_last and call.key[1] == 1)
+                for call, reply, text in zip(calls, replies, texts, strict=True)
+            ]
+            replies = episodes.replies(calls, SECONDS)
+            assert [ModelCall.read(reply.call).messages[0]["content"] for reply in replies if reply.call] == contents
+        assert (replies[1].reward, replies[1].is_done, replies[1].refused_calls) == (1.0, False, 1)
+        (ended,) = episodes.replies([turn_of(calls[0], replies[0], "It is 7.")], SECONDS)
+        assert (ended.reward, ended.is_done, ended.failure) == (1.0, True, None)
