@@ -25,6 +25,7 @@ from __future__ import annotations
 import atexit
 import json
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -176,9 +177,9 @@ class EpisodeProcess:
             known = {key for key in self._open if not is_stale(key, step, self._setup.steps)}
             self._open = known | {play.call.key for play in arrived}
             self._due += arrived
-        for play in self._all():
-            if play.deadline.left() <= 0:
-                self._fail(play, play.deadline.failure())
+        now = time.monotonic()
+        for play in [each for each in self._all() if each.deadline.end <= now]:
+            self._fail(play, play.deadline.failure())
 
     def _next(self) -> list[_Play]:
         """Return the calls whose turns are sent now: all that are due, or the first if turns run one after another."""
@@ -188,11 +189,12 @@ class EpisodeProcess:
             due = (
                 [play for play in due if play in group] if all(each in group for each in self._running.values()) else []
             )
-        return due if self.is_async else due[: 0 if self._running else 1]
+        return [*due] if self.is_async else due[: 0 if self._running else 1]
 
     def _exchange(self, sent: Sequence[_Play]) -> None:
         """Send the turns of ``sent``, and receive replies to any under way."""
-        begun = self._begun | {play.call.key for play in sent}
+        self._begun |= {play.call.key for play in sent}
+        num_begun = len(self._begun)
         doubtful = list[tuple[_Play, EpisodeReply]]()
         for play, reply in self._exchanged(sent):
             decided = reply if not play.is_replay else self._replayed(play.call, play.turn, reply)
@@ -210,7 +212,7 @@ class EpisodeProcess:
         if any(_kind(reply) in EXHAUSTED for _, reply in doubtful):
             self._end()
         plays = [play for play, _ in doubtful]
-        if len(plays) == 1 and (plays[0].is_alone or begun == {plays[0].call.key}):
+        if len(plays) == 1 and (plays[0].is_alone or num_begun == 1):
             self._finish(*doubtful[0])
         else:
             self._confirm(plays)
@@ -230,9 +232,9 @@ class EpisodeProcess:
 
     def _exchanged(self, sent: Sequence[_Play]) -> list[tuple[_Play, EpisodeReply | None]]:
         """Return the calls whose turns have a reply; None if the process does not have the episode."""
-        self._due = [play for play in self._due if play not in sent]
+        for play in sent:
+            self._due.remove(play)
         self._running |= {play.call.key: play for play in sent}
-        self._begun |= {play.call.key for play in sent}
         last = max((play.deadline for play in self._running.values()), key=lambda deadline: deadline.end)
         seconds = waiting_limit(self._setup.seconds) + GRACE_SECONDS if self.is_async else self._setup.seconds
         steps = [_step(play.call, play.turn, self._setup.program is not None) for play in sent]
@@ -272,7 +274,8 @@ class EpisodeProcess:
         if reply.failure is not None and reply.failure.kind == BLOCKED:
             reply = replace(reply, failure=replace(reply.failure, kind="timeout"))
         self._running.pop(play.call.key, None)
-        self._due = [each for each in self._due if each is not play]
+        if play in self._due:
+            self._due.remove(play)
         self._leave_groups([play])
         if play.call.ends_with(reply):
             self._open.discard(play.call.key)
