@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from flexrlhf.config.plugins import named_reference
+from flexrlhf.config.proxies import is_address
 from flexrlhf.config.secrets import hidden
 from flexrlhf.config.strict_model import LEAST_SECONDS, StrictModel
 from flexrlhf.config.user_paths import UserPath, user_path
@@ -20,7 +21,7 @@ _PROGRAMS = ("verifiers:",)
 
 def _environment_path(path: str) -> str:
     """Return ``path``, of which the address of a server is no path."""
-    return path if path.startswith(_SERVER) else named_reference("environments", user_path(path))
+    return path if path.startswith(_SERVER) or is_address(path) else named_reference("environments", user_path(path))
 
 
 class EnvironmentSpec(StrictModel):
@@ -40,7 +41,8 @@ class EnvironmentSpec(StrictModel):
     api: Literal["openai"] | None = Field(
         None,
         description="openai: path is a program run(row, api) that calls the policy as a model of OpenAI's API at "
-        "api.base_url, and returns the episode's reward; null: a class",
+        "api.base_url, and returns the episode's reward, or http://HOST:PORT/PATH of servers that run it, with commas "
+        "between; null: a class",
     )
     python: UserPath | None = Field(
         None, description="interpreter of the program, which may have other libraries; null: this one"
@@ -113,9 +115,19 @@ class EnvironmentSpec(StrictModel):
     def _replies_exist(self) -> Self:
         if self.path is None and not self.tools:
             raise ValueError("path or tools: missing; give a class, a package's environment, or functions")
+        if self.api is None and is_address(self.path or ""):
+            raise ValueError(
+                f"path: {shown(hidden(self.path))} is a server of programs that call the policy; add api: openai, or "
+                f"write {_SERVER}{shown(hidden(self.path))}"
+            )
         if self.api is None and self.python is not None:
             raise ValueError(
                 f"python is of a program that calls the policy, found {shown(self.python)}; add api: openai"
+            )
+        if self.python is not None and is_address(self.path or ""):
+            raise ValueError(
+                f"python is of a program on this machine, found {shown(self.python)} and path "
+                f"{shown(hidden(self.path))}; remove it"
             )
         if self.api is not None and (self.path is None or self.tools):
             tools = f"the tools {', '.join(self.tools)}; the program gives its own with each call" if self.tools else ""

@@ -80,6 +80,11 @@ class Address:
         return "" if proxy is None else f", through the proxy of {proxy}; NO_PROXY={host} does without it"
 
 
+def is_address(text: str) -> bool:
+    """Whether ``text`` is the address of a service over HTTP, or begins with one."""
+    return text.startswith(("http://", "https://"))
+
+
 def check_proxies() -> None:
     """Raise UserError for any proxy of the environment that cannot be used: some libraries open all of them."""
     for kind in () if "*" in _exempt() else _KINDS:

@@ -29,6 +29,8 @@ from flexrlhf.environments import program_runner
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn, SequenceRecord, is_stale
 from flexrlhf.environments.call_forms import marks_of, split_thoughts
 from flexrlhf.environments.process_limits import ProcessLimits, news
+from flexrlhf.environments.program_servers import ProgramServers
+from flexrlhf.environments.sources import addresses_of
 from flexrlhf.environments.tool_calls import read_reply
 from flexrlhf.serving.model_calls import CalledFunction, CallRefused, ModelCall, ModelReply
 from flexrlhf.serving.policy_server import PolicyServer
@@ -200,7 +202,9 @@ class _Program:
             self._clock = self._loop.call_later(self._programs.seconds, self._expire)
 
     def _expire(self) -> None:
-        self.fail(CallFailure("timeout", f"took longer than {self._programs.seconds:g} s"))
+        self.fail(
+            CallFailure("timeout", f"{self._programs.where(self.key)}took longer than {self._programs.seconds:g} s")
+        )
 
     def _not_repeated(self) -> str:
         """End an episode that is played again and makes another call than before; return why."""
@@ -224,7 +228,7 @@ class _Program:
         """
         self.has_ended = True
         was_limited = any(each.was_refused for each in self._sequences)
-        if "kind" not in outcome and not any(each.replies for each in self._sequences):
+        if "kind" not in outcome and not self.has_called:
             self.fail(CallFailure("reply", "it returned before its first call of the policy"))
         elif "kind" in outcome and not was_limited:
             reason = f"; its last refused call: {self._last_refusal}" if self._last_refusal else ""
@@ -232,6 +236,11 @@ class _Program:
         elif self._failure is None:
             self._reward = 0.0 if "kind" in outcome else outcome["reward"]
             self._stop("the episode has ended")
+
+    @property
+    def has_called(self) -> bool:
+        """Whether the program has called the policy."""
+        return any(each.replies for each in self._sequences)
 
     def fail(self, failure: CallFailure) -> None:
         """End the episode without its program."""
@@ -270,7 +279,7 @@ class Programs:
     ) -> None:
         """Start both, and load the program.
 
-        reference:  of it, ``path/to/file.py:name`` or ``module:name``
+        reference:  of it, ``path/to/file.py:name`` or ``module:name``, or addresses of servers that run it
         options:    arguments of it, in addition to the row and the address of the policy
         python:     interpreter; None: that of this process
         tool_format: how the policy writes calls of tools
@@ -288,9 +297,15 @@ class Programs:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_stuck = False
         """Whether a program does not end, so that the others need another process."""
-        self._server = PolicyServer(self, MODEL, sampling)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self._process = ProgramProcess(reference, python, options, limits)
+        self._sampling, self._guard = sampling, threading.Lock()
+        self._policy: dict[str, PolicyServer] = {}
+        """Servers of the policy, by the address of this machine that they listen on."""
+        addresses = addresses_of(reference)
+        self._process: ProgramProcess | ProgramServers = (
+            ProgramServers(addresses, options, self._base_url, self._has_called)
+            if addresses
+            else ProgramProcess(reference, python, options, limits)
+        )
         threading.Thread(target=self._listen, daemon=True).start()
 
     async def play(self, call: EpisodeCall) -> EpisodeReply:
@@ -303,9 +318,32 @@ class Programs:
                 self.forget(each)
             program = _Program(self, call, self._sequences)
             self._programs[program.key] = self._by_episode[call.episode] = program
-            order = {"key": program.key, "row": dict(call.row), "seed": call.seed}
-            self._process.order({**order, "base_url": f"http://127.0.0.1:{self._server.port}/v1", "model": MODEL})
+            order = {"key": program.key, "row": dict(call.row), "seed": call.seed, "model": MODEL}
+            here = (
+                {"episode": call.episode}
+                if isinstance(self._process, ProgramServers)
+                else {"base_url": self._base_url()}
+            )
+            self._process.order({**order, **here})
         return await program.play(call)
+
+    def _base_url(self, host: str = "127.0.0.1") -> str:
+        """Return the URL of the policy at ``host``, an address of this machine, where it is served from now on."""
+        with self._guard:
+            if host not in self._policy:
+                self._policy[host] = PolicyServer(self, MODEL, self._sampling, host)
+                threading.Thread(target=self._policy[host].serve_forever, daemon=True).start()
+            port = self._policy[host].port
+        return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+    def _has_called(self, key: str) -> bool:
+        program = self._programs.get(key)
+        return program is not None and program.has_called
+
+    def where(self, key: str) -> str:
+        """Return the beginning of a sentence about an episode: the address of its server, if it has one."""
+        address = self._process.address_of(key) if isinstance(self._process, ProgramServers) else ""
+        return f"{address}: " if address else ""
 
     def knows(self, key: str) -> bool:
         """Whether ``key`` is of an episode."""
@@ -338,7 +376,8 @@ class Programs:
         """End a program; one that does not end in END_SECONDS costs its process."""
         assert self._loop is not None, "a program has been called"
         self._process.order({"key": program.key})
-        self._loop.call_later(END_SECONDS, self._check_ended, program)
+        if isinstance(self._process, ProgramProcess):
+            self._loop.call_later(END_SECONDS, self._check_ended, program)
 
     def _check_ended(self, program: _Program) -> None:
         if not program.has_ended:
@@ -349,6 +388,7 @@ class Programs:
         """Receive the outcomes of programs; this process ends as the one of the programs does."""
         for outcome in self._process.outcomes:
             self._on_loop(partial(self._end, outcome))
+        assert isinstance(self._process, ProgramProcess), "outcomes of servers have no end"
         code = self._process.wait()
         if code < 0:
             os.kill(os.getpid(), -code)

@@ -50,9 +50,13 @@ class Servers:
     def leave(self, address: str, reason: str) -> None:
         """Try a server that was not reached after the others for a while; say so the first time."""
         if address not in self._absent_until and len(self._addresses) > 1:
-            text = masked(f"server {address}: {reason}; its episodes begin with the next one", self._named)
+            text = self.shown(f"server {address}: {reason}; its episodes begin with the next one")
             print(f"flexrlhf: environment: {text}", file=sys.stderr)
         self._absent_until[address] = time.monotonic() + RETRY_SECONDS
+
+    def shown(self, text: str) -> str:
+        """Return a text without the values of variables that addresses name."""
+        return masked(text, self._named)
 
 
 class ServedEpisode:
@@ -90,14 +94,14 @@ class ServedEpisode:
         try:
             return await self._begun.reply(text, is_last)
         except ServerGone as error:
-            raise ServerGone(f"{self.address}: {error}", self.address) from None
+            raise ServerGone(f"{self.address}: {error}", self._servers.shown(self.address)) from None
 
     async def truncated(self) -> EpisodeReply:
         """End the episode for want of room, with the rest of its reward. Raises ServerGone, with the address."""
         try:
             return await self._begun.truncated()
         except ServerGone as error:
-            raise ServerGone(f"{self.address}: {error}", self.address) from None
+            raise ServerGone(f"{self.address}: {error}", self._servers.shown(self.address)) from None
 
     async def close(self) -> None:
         """End the episode."""

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from flexrlhf.config.code_loading import load_function
 from flexrlhf.config.plugins import SHIPPED, load_plugin
-from flexrlhf.config.proxies import Address
+from flexrlhf.config.proxies import Address, is_address
 from flexrlhf.config.secrets import expanded_setting, expanded_url
 from flexrlhf.errors import UserError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 SERVED = "openenv"
-"""Prefix of environments that servers run."""
+"""Prefix of environments that servers run; a program's is the address itself."""
 
 
 def package_of(path: str) -> tuple[str, str] | None:
@@ -32,8 +32,8 @@ def package_of(path: str) -> tuple[str, str] | None:
 
 def addresses_of(path: str | None) -> list[str]:
     """Return the addresses of the servers of an environment, as written; none of one that runs on this machine."""
-    prefix, name = package_of(path or "") or ("", "")
-    return [each.strip() for each in name.split(",")] if prefix == SERVED else []
+    prefix, name = package_of(path or "") or ("", path or "")
+    return [each.strip() for each in name.split(",")] if prefix == SERVED or is_address(name) else []
 
 
 def is_installed(prefix: str) -> bool:
@@ -81,8 +81,8 @@ def check_variables(settings: EnvironmentSpec) -> None:
         address = Address.expanded(each, "environment.path")
         if not (address.has_port and urlsplit(address.url).hostname):
             raise UserError(
-                f"environment.path: expected an address such as {SERVED}:http://localhost:8000, or several with commas "
-                f"between, found {settings.path!r}"
+                f"environment.path: expected an address such as {'' if settings.api else SERVED + ':'}"
+                f"http://localhost:8000, or several with commas between, found {settings.path!r}"
             )
         address.proxy()
 

@@ -16,6 +16,7 @@ from typing import Any
 from flexrlhf.config.code_checks import check_function
 from flexrlhf.config.code_loading import load_function
 from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.config.proxies import is_address
 from flexrlhf.data.chat import Tool
 from flexrlhf.environments.class_checks import class_facts, program_facts
 from flexrlhf.environments.sources import is_installed, package_of, program_of
@@ -69,7 +70,7 @@ def check_class(settings: EnvironmentSpec, columns: Collection[str] | None = Non
 
     ``columns``: of the data, which a class in TRL's form receives by name; None: they are not known.
     """
-    if settings.path is None:
+    if settings.path is None or (settings.api is not None and is_address(settings.path)):
         return
     package = package_of(settings.path)
     if package is None:

@@ -169,6 +169,10 @@ def test_each_address_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("openenv:http://a:1,b:2", "openenv:http://a:1,", "openenv:http://a:0"):
         with pytest.raises(UserError, match=r"or several with commas between, found 'openenv:http://a"):
             check_variables(EnvironmentSpec(path=path))
+    monkeypatch.setenv("SOMEBODY", "s3cr")
+    found = Servers(["http://u:${SOMEBODY}@a:1"])
+    assert found.in_order((0, 0)) == ["http://u:s3cr@a:1"]
+    assert found.shown("http://u:s3cr@a:1: has gone") == "http://u:${SOMEBODY}@a:1: has gone"
     monkeypatch.delenv("NOBODY", raising=False)
     with pytest.raises(UserError, match="the environment has no NOBODY"):
         check_variables(EnvironmentSpec(path="openenv:http://a:1,http://u:${NOBODY}@b:2"))
