@@ -19,7 +19,7 @@ HEADINGS: Mapping[str, tuple[str, ...]] = {
     "Train": ("run", "join", "serve-reward", "slurm", "doctor"),
     "Before a run": ("plan", "data", "settings", "schema"),
     "Which placement, how fast": ("advise", "size", "simulate", "profile", "import"),
-    "After a run": ("chat", "report", "compare", "verify", "export"),
+    "After a run": ("chat", "serve-model", "report", "compare", "verify", "export"),
 }
 """Commands of this package by the heading that they have in the help."""
 OF_OTHERS = "Of other packages"

@@ -19,7 +19,6 @@ ChatRun = Annotated[Path, typer.Argument(help="directory of a run, such as runs/
 Before = Annotated[bool, typer.Option("--before", help="also the policy that the run started from, side by side")]
 Tokens = Annotated[int | None, typer.Option("--tokens", min=1, help="most of a reply; default: the run's, or 256")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest tokens")]
-TOKENS = 256
 
 
 def chat(run: ChatRun, before: Before = False, tokens: Tokens = None, temperature: Temperature = 0.0) -> None:
@@ -27,7 +26,7 @@ def chat(run: ChatRun, before: Before = False, tokens: Tokens = None, temperatur
 
     Every line is a prompt; from a pipe, all of its lines. Without a chat template each line stands alone.
     """
-    from flexrlhf.runs.conversation import Policies
+    from flexrlhf.runs.conversation import TOKENS, Policies
 
     found = Policies.find(run)
     limit = tokens or found.limit or TOKENS

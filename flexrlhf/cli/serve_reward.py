@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from keyword import iskeyword
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from flexrlhf.cli.served_address import Device, Host, Port, Secret, secret_of, serve_until_ended
 from flexrlhf.cli.working import working
 from flexrlhf.config.strict_model import LEAST_SECONDS
 from flexrlhf.errors import UserError
 from flexrlhf.text import counted
 
 Served = Annotated[str, typer.Argument(metavar="PATH", help="file.py:name, or the directory of a sequence classifier")]
-Host = Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: all of this machine's")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")]
-Secret = Annotated[
-    str | None,
-    typer.Option(
-        metavar="VARIABLE",
-        help="environment variable whose value a request has as Authorization: Bearer; without it nobody needs one",
-    ),
-]
 Label = Annotated[str, typer.Option(help="parameter of the function that receives the labels of a request")]
 Workers = Annotated[int | None, typer.Option(min=1, max=1024, help="calls of a function at a time; default: 1")]
 Timeout = Annotated[
     float | None, typer.Option(min=LEAST_SECONDS, help="limit of a function's call in seconds; default: 10")
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"] | None, typer.Option(help="of a model; default: auto, a GPU if there is one")
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="sequences of one pass of a model; default: 16")]
 MaxTokens = Annotated[
@@ -68,31 +54,15 @@ def serve_reward(
         raise UserError(f"--label {label!r}: expected the name of a parameter, such as label")
     if timeout is not None and not isfinite(timeout):
         raise UserError(f"--timeout {timeout}: expected a finite number of seconds")
-    token = None if secret is None else _token(secret)
+    token = secret_of(secret)
     from flexrlhf.runs.score_server import ScoreServer
     from flexrlhf.runs.served_scores import load_scores
 
     with working(f"loading {path}"):
         source = load_scores(path, workers or 1, timeout or 10.0, device or "auto", batch or 16, max_tokens)
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
     try:
         server = ScoreServer(source, host, port, token, label)
-        with server.serving():
-            place = f"http://{f'[{host}]' if ':' in host else host}:{server.port}/"
-            allowed = "anyone who reaches it" if secret is None else f"requests with the secret of {secret}"
-            typer.echo(f"serves {path} at {place} to {allowed}; Ctrl-C ends it")
-            ended.wait()
+        serve_until_ended(server, path, host, "/", secret)
     finally:
         source.close()
     typer.echo(f"ended after {counted(server.requests, 'request')}")
-
-
-def _token(variable: str) -> str:
-    value = os.environ.get(variable, "")
-    if not value or not value.isascii() or not value.isprintable():
-        # the secret itself is not shown
-        shown = variable if variable.isupper() and variable.isidentifier() else "***"
-        raise UserError(f"--secret {shown}: expected an environment variable with one line of ASCII; export it first")
-    return value

@@ -42,6 +42,7 @@ SHIPPED: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "profile": "flexrlhf.measure.commands.profile:profile",
             "import": "flexrlhf.imports.command:import_",
             "chat": "flexrlhf.cli.chat:chat",
+            "serve-model": "flexrlhf.cli.serve_model:serve_model",
             "report": "flexrlhf.report.commands:report",
             "compare": "flexrlhf.report.commands:compare",
             "verify": "flexrlhf.verify.command:verify",

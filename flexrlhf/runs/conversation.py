@@ -21,6 +21,8 @@ from flexrlhf.errors import UserError
 from flexrlhf.plan.hub_names import in_cache
 from flexrlhf.runs.run_directory import RunDirectory
 
+TOKENS = 256
+"""Most tokens of a reply, unless a run has another limit."""
 FILES = ("config.json", "adapter_config.json")
 """Files of which a directory of a model has one."""
 

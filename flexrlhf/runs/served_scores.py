@@ -40,6 +40,14 @@ class ServedScores(Protocol):
         """End the processes of the source."""
 
 
+def chosen_device(device: str) -> str:
+    """Return cpu or cuda, for ``auto`` a GPU if there is one. Raises UserError for one that is not there."""
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise UserError("--device cuda: torch finds no GPU on this machine; use cpu")
+    return ("cuda" if has_gpu else "cpu") if device == "auto" else device
+
+
 class FunctionScores:
     """A reward function, each call of which has a worker process and a limit of its time.
 
@@ -95,9 +103,7 @@ class ModelScores:
 
     def __init__(self, directory: Path, device: str, batch_size: int, most: int | None) -> None:
         """Load the model. Raises UserError for one that gives no scores."""
-        if device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device cuda: torch finds no GPU on this machine; use cpu")
-        self._device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self._device = chosen_device(device)
         tokenizer = load_tokenizer(str(directory), False, "serve-reward")
         settings = ModelSpec(path=str(directory))
         placed = PlacedModel(ModelName("reward"), Layout((0,)), trained=False, settings=settings, head="scalar")

@@ -22,6 +22,8 @@ class ModelCall:
     stop:        texts that end the reply
     most_tokens: of the reply; None: any number
     sampling:    ``temperature``, ``top_p``, ``top_k`` and ``seed``, if the server leaves them to its clients
+    prompt_ids:  its tokens in place of an empty prompt, if the server takes them
+    likeliest:   tokens of the prompt are scored, with so many likeliest ones at each place; None: they are not
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -30,6 +32,8 @@ class ModelCall:
     stop: tuple[str, ...] = ()
     most_tokens: int | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
+    prompt_ids: tuple[int, ...] = ()
+    likeliest: int | None = None
 
     @property
     def text(self) -> str:
@@ -39,8 +43,8 @@ class ModelCall:
     @classmethod
     def read(cls, text: str) -> Self:
         """Return the call that ``text`` is of."""
-        found = json.loads(text)
-        lists = {name: tuple(found[name]) for name in ("messages", "tools", "stop")}
+        found: dict[str, Any] = json.loads(text)
+        lists: dict[str, Any] = {name: tuple(each) for name, each in found.items() if isinstance(each, list)}
         return cls(**{**found, **lists})
 
 
@@ -53,6 +57,20 @@ class CalledFunction:
 
 
 @dataclass(frozen=True)
+class ScoredToken:
+    """Token of a prompt, or behind it.
+
+    text:       of the token alone
+    logprob:    None of the first one
+    likeliest:  the likeliest tokens of its place, with their log-probs
+    """
+
+    text: str
+    logprob: float | None
+    likeliest: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class ModelReply:
     """Reply of the model to one call.
 
@@ -61,6 +79,7 @@ class ModelReply:
     calls:      of functions
     finish:     why it ended
     prompt_tokens, tokens: that the model has read, and has sampled
+    scored:     tokens of the prompt and of the reply, if the call scores them
     """
 
     content: str
@@ -69,6 +88,7 @@ class ModelReply:
     finish: Literal["stop", "length", "tool_calls"] = "stop"
     prompt_tokens: int = 0
     tokens: int = 0
+    scored: tuple[ScoredToken, ...] = ()
 
 
 class CallRefused(Refused):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from flexrlhf.serving.model_calls import CallRefused, ModelCall, ModelReply
@@ -58,29 +59,35 @@ def _parsed_call(call: Mapping[str, Any]) -> tuple[Any, ...]:
     return call["id"], function["name"], arguments
 
 
-def reply_body(model: str, call: ModelCall, reply: ModelReply) -> str:
-    """Return the JSON of a reply."""
-    if call.prompt is None:
-        choice: dict[str, Any] = {"message": _message_sent(call, reply)}
+def reply_body(model: str, calls: Sequence[ModelCall], replies: Sequence[ModelReply]) -> str:
+    """Return the JSON of the replies to the calls of a request."""
+    if (first := calls[0]).prompt is None:
+        choices = [_choice(0, replies[0], message=_message_sent(first, replies[0]))]
     else:
-        choice = {"text": reply.content}
-    kind = "chat.completion" if call.prompt is None else "text_completion"
-    return json.dumps(_head(model, call, kind) | {"choices": [_choice(choice, reply.finish)], "usage": _usage(reply)})
+        choices = [_choice(place, reply, text=_text_sent(reply)) for place, reply in enumerate(replies)]
+    kind = "chat.completion" if first.prompt is None else "text_completion"
+    return json.dumps(_head(model, first, kind) | {"choices": choices, "usage": _usage(replies)})
 
 
-def reply_events(model: str, call: ModelCall, reply: ModelReply, has_usage: bool) -> str:
-    """Return a whole reply as server-sent events: one with all of it, one with its end, then the numbers of tokens."""
-    if call.prompt is None:
-        message = _message_sent(call, reply)
-        for place, called in enumerate(message.get("tool_calls", [])):
-            called["index"] = place
-        choices = [_choice({"delta": message}, None), _choice({"delta": {}}, reply.finish)]
-    else:
-        choices = [_choice({"text": reply.content}, None), _choice({"text": ""}, reply.finish)]
-    head = _head(model, call, "chat.completion.chunk" if call.prompt is None else "text_completion")
+def reply_events(model: str, calls: Sequence[ModelCall], replies: Sequence[ModelReply], has_usage: bool) -> str:
+    """Return whole replies as server-sent events: of each one with all of it, and one with its end.
+
+    The numbers of tokens follow if ``has_usage``.
+    """
+    choices = list[Mapping[str, Any]]()
+    for place, (call, reply) in enumerate(zip(calls, replies, strict=True)):
+        if call.prompt is None:
+            message = _message_sent(call, reply)
+            for number, called in enumerate(message.get("tool_calls", [])):
+                called["index"] = number
+            parts: list[dict[str, Any]] = [{"delta": message}, {"delta": {}}]
+        else:
+            parts = [{"text": _text_sent(reply)}, {"text": "", "logprobs": None}]
+        choices += [_choice(place, reply, finish_reason=None, **parts[0]), _choice(place, reply, **parts[1])]
+    head = _head(model, calls[0], "chat.completion.chunk" if calls[0].prompt is None else "text_completion")
     events: list[Mapping[str, Any]] = [head | {"choices": [choice]} for choice in choices]
     if has_usage:
-        events.append(head | {"choices": [], "usage": _usage(reply)})
+        events.append(head | {"choices": [], "usage": _usage(replies)})
     return "".join(f"data: {line}\n\n" for line in (*map(json.dumps, events), "[DONE]"))
 
 
@@ -103,7 +110,7 @@ def _message_sent(call: ModelCall, reply: ModelReply) -> dict[str, Any]:
 
 
 def _digest(call: ModelCall) -> str:
-    content = json.dumps([call.messages, call.prompt, call.tools], sort_keys=True)
+    content = json.dumps([call.messages, call.prompt, call.prompt_ids, call.tools], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -112,10 +119,32 @@ def _head(model: str, call: ModelCall, kind: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{_digest(call)[:24]}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def _choice(content: Mapping[str, Any], finish: str | None) -> dict[str, Any]:
-    return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+def _text_sent(reply: ModelReply) -> str:
+    """Return the text of a reply, behind its prompt if that is scored."""
+    return "".join(each.text for each in reply.scored) or reply.content
 
 
-def _usage(reply: ModelReply) -> dict[str, int]:
-    numbers = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.tokens}
+def _choice(place: int, reply: ModelReply, **content: Any) -> dict[str, Any]:
+    """Return a reply as the choice of a number."""
+    return {"index": place, "logprobs": _logprobs(reply), "finish_reason": reply.finish, **content}
+
+
+def _logprobs(reply: ModelReply) -> dict[str, Any] | None:
+    """Return the scores of tokens in the form of ``/v1/completions``; None without any."""
+    if not reply.scored:
+        return None
+    ends = list(accumulate(len(each.text) for each in reply.scored))
+    return {
+        "tokens": [each.text for each in reply.scored],
+        "token_logprobs": [each.logprob for each in reply.scored],
+        "top_logprobs": [None if each.logprob is None else dict(each.likeliest) for each in reply.scored],
+        "text_offset": [0, *ends[:-1]],
+    }
+
+
+def _usage(replies: Sequence[ModelReply]) -> dict[str, int]:
+    numbers = {
+        "prompt_tokens": sum(reply.prompt_tokens for reply in replies),
+        "completion_tokens": sum(reply.tokens for reply in replies),
+    }
     return {**numbers, "total_tokens": sum(numbers.values())}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -15,7 +15,9 @@ MOST_DEPTH = 64
 """Deepest nesting of a request."""
 MOST_MESSAGES = 10_000
 MOST_TOOLS = 1024
-MOST_STOPS = 4
+MOST_STOPS = 16
+MOST_PROMPTS = 128
+MOST_LIKELIEST = 20
 MOST_TOKENS = 1 << 31
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 """Role of a message → that of chat templates."""
@@ -82,13 +84,14 @@ TAKEN: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 @dataclass(frozen=True)
 class CallRequest:
-    """Request for one reply.
+    """Request for replies.
 
+    calls:      one, or one for each prompt.
     is_stream:  whether the reply is sent as server-sent events.
     has_usage:  whether these end with the numbers of tokens.
     """
 
-    call: ModelCall
+    calls: tuple[ModelCall, ...]
     is_stream: bool
     has_usage: bool
 
@@ -99,7 +102,7 @@ class RequestReader:
 
     model:     its name in requests.
     sampling:  values of ``SAMPLING`` that are the run's, so that no request can have others; None: a request has its
-               own.
+               own, and may have several prompts, token ids, and log-probs of them.
     """
 
     model: str
@@ -108,7 +111,9 @@ class RequestReader:
     def read(self, body: bytes, is_chat: bool) -> CallRequest:
         """Return the call of a body. Raises CallRefused."""
         content = _parsed(body)
-        self._check_parameters(content)
+        # of a prompt a server can have log-probs, with sampling of the request
+        is_scored = self.sampling is None and not is_chat
+        self._check_parameters(content, ("echo", "logprobs") if is_scored else ())
         needed, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
         if needed not in content or other in content:
             has = f"has {other}" if other in content else f"has no {needed}"
@@ -117,31 +122,41 @@ class RequestReader:
         if not isinstance(is_stream := content.get("stream", False), bool):
             _refuse(f"stream: expected true or false, found {_shown(is_stream)}", "stream")
         tools = () if content.get("tool_choice") == "none" else _tools(content.get("tools", []))
+        likeliest = _likeliest(content) if is_scored else None
+        messages = _messages(content["messages"]) if is_chat else ()
         call = ModelCall(
-            _messages(content["messages"]) if is_chat else (),
-            None if is_chat else _prompt(content["prompt"]),
-            tools if is_chat else (),
-            _stops(content.get("stop", [])),
-            _most_tokens(content),
-            {} if self.sampling is not None else {name: content[name] for name in SAMPLING if name in content},
+            messages,
+            tools=tools if is_chat else (),
+            stop=_stops(content.get("stop", [])),
+            most_tokens=_most_tokens(content, least=1 if likeliest is None else 0),
+            sampling={} if self.sampling is not None else {name: content[name] for name in SAMPLING if name in content},
+            likeliest=likeliest,
         )
+        calls = [call]
+        if not is_chat:
+            prompts = _prompts(content["prompt"], is_one=self.sampling is not None)
+            parts = [(each, ()) if isinstance(each, str) else ("", each) for each in prompts]
+            calls = [replace(call, prompt=text, prompt_ids=ids) for text, ids in parts]
         options = content.get("stream_options")
         has_usage = isinstance(options, dict) and options.get("include_usage") is True
-        return CallRequest(call, is_stream, has_usage)
+        return CallRequest(tuple(calls), is_stream, has_usage)
 
-    def _check_parameters(self, content: Mapping[str, Any]) -> None:
-        """Raise CallRefused for a parameter that would change what is sampled, or that is not known."""
+    def _check_parameters(self, content: Mapping[str, Any], read: Collection[str]) -> None:
+        """Raise CallRefused for a parameter that would change what is sampled, or that is not known.
+
+        read:  further ones, which are read.
+        """
         model = content.get("model", self.model)
         if model != self.model:
             raise not_served(model, self.model)
         for name, value in content.items():
             if name in SAMPLING:
                 self._check_sampling(name, value)
-            elif name in TAKEN:
+            elif name in TAKEN and name not in read:
                 values, advice = TAKEN[name]
                 if value not in values:
                     _refuse(f"{name}: {_shown(value)} cannot be had here: {advice}", name, "unsupported_value")
-            elif name not in HARMLESS | READ:
+            elif name not in HARMLESS | READ | TAKEN.keys():
                 meant = near_name(name, {*SAMPLING, *TAKEN, *HARMLESS, *READ})
                 advice = "leave it out" if meant is None else f"did you mean {meant}?"
                 _refuse(f"{name}: a parameter that is not known here; {advice}", name, "unknown_parameter")
@@ -296,12 +311,38 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools)
 
 
-def _prompt(value: Any) -> str:
-    if isinstance(value, list) and len(value) == 1:
-        (value,) = value
-    if not isinstance(value, str):
-        _refuse(f"prompt: expected one text, found {_shown(value)}", "prompt")
-    return value
+def _prompts(value: Any, is_one: bool) -> tuple[str | tuple[int, ...], ...]:
+    """Return the prompts of a request: one text, or else several texts or lists of token ids."""
+    values = [value] if isinstance(value, str) or (not is_one and _is_ids(value)) else value
+    if is_one:
+        if not _is_list(values, str, 1) or not values:
+            _refuse(f"prompt: expected one text, found {_shown(value)}", "prompt")
+        return tuple(values)
+    if not (isinstance(values, list) and 0 < len(values) <= MOST_PROMPTS):
+        _refuse(f"prompt: expected 1 to {MOST_PROMPTS} texts or lists of ids, found {_shown(value)}", "prompt")
+    for place, each in enumerate(values):
+        if not isinstance(each, str) and not _is_ids(each):
+            _refuse(f"prompt[{place}]: expected a text or a list of ids, found {_shown(each)}", "prompt")
+    return tuple(each if isinstance(each, str) else tuple(each) for each in values)
+
+
+def _is_ids(value: Any) -> bool:
+    """Whether a value is a list of token ids."""
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in value)
+
+
+def _likeliest(content: Mapping[str, Any]) -> int | None:
+    """Return the number of likeliest tokens at each place of a prompt that is scored; None if it is not."""
+    echo, number = content.get("echo", False), content.get("logprobs")
+    if echo is False and number in (None, False):
+        return None
+    if echo is not True or type(number) is not int or not 0 <= number <= MOST_LIKELIEST:
+        form = f"prompts are scored with echo: true, and logprobs from 0 to {MOST_LIKELIEST}"
+        _refuse(f"echo: {_shown(echo)} with logprobs: {_shown(number)}: {form}", "logprobs", "unsupported_value")
+    if content.get("max_tokens") not in (0, 1) or (content["max_tokens"] and content.get("temperature") != 0):
+        _refuse("echo: goes with max_tokens: 0, or 1 with temperature: 0", "max_tokens", "unsupported_value")
+    return number
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -311,10 +352,10 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _most_tokens(content: Mapping[str, Any]) -> int | None:
+def _most_tokens(content: Mapping[str, Any], least: int) -> int | None:
     """Return the smaller limit of a reply's tokens; None without any."""
     limits = {name: content[name] for name in ("max_tokens", "max_completion_tokens") if name in content}
     for name, value in limits.items():
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_TOKENS:
-            _refuse(f"{name}: expected a number of tokens from 1, found {_shown(value)}", name)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST_TOKENS:
+            _refuse(f"{name}: expected a number of tokens from {least}, found {_shown(value)}", name)
     return min(limits.values(), default=None)

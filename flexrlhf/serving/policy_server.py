@@ -29,7 +29,9 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from http import HTTPStatus
 from urllib.parse import unquote, urlsplit
 
@@ -166,12 +168,18 @@ class _PolicyHandler(TokenHandler):
             request = self.server.reader.read(body, self._route("POST")[0] == "chat")
             # refusals of the policy are its own
             self._key = None
-            reply = self.server.policy.reply(key, request.call)
+            reply = partial(self.server.policy.reply, key)
+            if len(request.calls) == 1:
+                replies = [reply(request.calls[0])]
+            else:
+                # at once, so that the policy can compute them together
+                with ThreadPoolExecutor(len(request.calls)) as pool:
+                    replies = list(pool.map(reply, request.calls))
             if request.is_stream:
-                events = reply_events(self.server.model, request.call, reply, request.has_usage)
+                events = reply_events(self.server.model, request.calls, replies, request.has_usage)
                 self._send(HTTPStatus.OK, events, "text/event-stream")
             else:
-                self._respond(HTTPStatus.OK, reply_body(self.server.model, request.call, reply))
+                self._respond(HTTPStatus.OK, reply_body(self.server.model, request.calls, replies))
 
     def _route(self, method: str) -> tuple[str, ...]:
         """Return the parts of the path behind ``/v1``. Raises CallRefused for one that is not served."""
@@ -188,7 +196,8 @@ class _PolicyHandler(TokenHandler):
 
     def _verify_key(self) -> str:
         """Return the key of the request. Raises CallRefused for one that is not known."""
-        scheme, _, key = self.headers.get("Authorization", "").partition(" ")
+        # a policy may know those without a key
+        scheme, _, key = self.headers.get("Authorization", "Bearer").partition(" ")
         key = key.strip()
         if scheme.lower() != "bearer" or not key.isascii() or not self.server.policy.knows(key):
             sentence = "the key of the request is not known here; give the one of this address as the client's api_key"

@@ -54,6 +54,7 @@ REALLY_RUN = {
     "torchrun": "tests/distributed/test_nodes.py",
     "export": "tests/distributed/test_resume.py",
     "serve-reward": "tests/distributed/test_reward_runs.py",
+    "serve-model": "tests/engines/test_served_policy.py",
     "join": "tests/distributed/test_nodes.py",
     "compare": "tests/distributed/test_quickstart.py",
     "python": "tests/distributed/test_python_script.py",
@@ -195,7 +196,7 @@ def check(command: str) -> str:
             invoke("profile", *arguments, "--help")  # which refuses unknown options
             configs = [word for word in arguments if word.endswith(".yaml")]
             return invoke("plan", *configs)
-        case ["flexrlhf", "export" | "join" | "compare" | "chat" | "serve-reward" as name, *arguments]:
+        case ["flexrlhf", "export" | "join" | "compare" | "chat" | "serve-reward" | "serve-model" as name, *arguments]:
             return invoke(
                 name, *arguments, "--help"
             )  # the reader's run has no model, no job is there, and a server goes on

@@ -185,7 +185,7 @@ REFUSED: list[tuple[Any, str | None, str]] = [
         "expected an id and a function with name and arguments",
     ),
     ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0]", "expected a tool of type function"),
-    ({"stop": ["a"] * 5}, "stop", "expected a text or a list of at most 4"),
+    ({"stop": ["a"] * 17}, "stop", "expected a text or a list of at most 16"),
     ({"stream": "yes"}, "stream", "expected true or false, found 'yes'"),
     ({"max_tokens": 0}, "max_tokens", "expected a number of tokens from 1, found 0"),
     ({"prompt": "a"}, "messages", "messages go to /v1/chat/completions, a prompt to /v1/completions"),
@@ -199,7 +199,9 @@ REFUSED: list[tuple[Any, str | None, str]] = [
 ]
 
 
-def test_what_a_policy_cannot_do_is_refused_by_name_and_counted(of_a_run: tuple[PolicyServer, Porter]) -> None:
+def test_requests_that_a_policy_cannot_serve_are_refused_by_name_and_counted(
+    of_a_run: tuple[PolicyServer, Porter],
+) -> None:
     server, porter = of_a_run
     client, path = Client(server), "/v1/chat/completions"
     for keys in TAKEN:
@@ -333,7 +335,7 @@ SECONDS = 0.4
 
 
 def misbehave(server: PolicyServer, request: bytes) -> bytes:
-    """Return what the server sends before it ends the connection. Raises TimeoutError if it does not."""
+    """Return all that the server sends before it ends the connection. Raises TimeoutError if it does not."""
     with socket.create_connection(("127.0.0.1", server.port), 20) as connection:
         with suppress(ConnectionError):
             connection.sendall(request)
