@@ -118,7 +118,7 @@ class EnvironmentSpec(StrictModel):
         if self.api is None and is_address(self.path or ""):
             raise ValueError(
                 f"path: {shown(hidden(self.path))} is a server of programs that call the policy; add api: openai, or "
-                f"write {_SERVER}{shown(hidden(self.path))}"
+                f"write {_SERVER} in front of it if it is one of OpenEnv"
             )
         if self.api is None and self.python is not None:
             raise ValueError(

@@ -100,7 +100,7 @@ def test_addresses_of_programs_are_checked() -> None:
     check_variables(settings_of("http://one:1/run", "http://two:1/run"))
     with pytest.raises(UserError, match="such as http://localhost:8000, or several with commas between"):
         check_variables(settings_of("http://one:1/run", "two:1/run"))
-    with pytest.raises(ValueError, match="add api: openai, or write openenv:"):
+    with pytest.raises(ValueError, match="add api: openai, or write openenv: in front of it"):
         EnvironmentSpec(path="http://one:1/run")
     with pytest.raises(ValueError, match="python is of a program on this machine"):
         EnvironmentSpec(path="http://one:1/run", api="openai", python="/usr/bin/python3")
