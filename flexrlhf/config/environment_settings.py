@@ -59,9 +59,9 @@ class EnvironmentSpec(StrictModel):
     tool_format: str = Field(
         "hermes",
         description="how calls of tools are written: hermes (Qwen's), qwen3_coder, llama3, pythonic (Llama 4, LFM2, "
-        "Olmo 3), mistral, deepseek_v3, glm45, kimi_k2, functiongemma, gemma4, phi4_mini, harmony (gpt-oss), or a "
-        "regular expression with the group name (not needed for an only tool) and the group arguments (JSON), or one "
-        "for each argument (text)",
+        "Olmo 3), mistral, deepseek_v3, glm45, kimi_k2, functiongemma, gemma4, phi4_mini, harmony (gpt-oss), "
+        "auto (the one in which the chat template writes calls), or a regular expression with the group name (not "
+        "needed for an only tool) and the group arguments (JSON), or one for each argument (text)",
     )
     processes: int = Field(4, ge=1, le=16384, description="processes of all ranks; an episode has one at a time")
     timeout_seconds: float = Field(30.0, ge=LEAST_SECONDS, description="limit of one reply; its process is then ended")
@@ -91,8 +91,8 @@ class EnvironmentSpec(StrictModel):
 
     @property
     def has_known_format(self) -> bool:
-        """Whether calls of tools are written in a form of ``ToolFormat``."""
-        return self.tool_format in get_args(ToolFormat)
+        """Whether calls of tools are written in a form of ``ToolFormat``, be it the chat template's."""
+        return self.tool_format in (*get_args(ToolFormat), BY_TEMPLATE)
 
     @property
     def name(self) -> str:
@@ -141,7 +141,7 @@ class EnvironmentSpec(StrictModel):
     @field_validator("tool_format")
     @classmethod
     def _is_form(cls, value: str) -> str:
-        forms: tuple[str, ...] = get_args(ToolFormat)
+        forms: tuple[str, ...] = (*get_args(ToolFormat), BY_TEMPLATE)
         if value in forms:
             return value
         expected = f"expected {', '.join(forms)} or a regular expression with groups such as name and arguments"
@@ -154,6 +154,8 @@ class EnvironmentSpec(StrictModel):
         return value
 
 
+BY_TEMPLATE = "auto"
+"""Form of the chat template's own calls."""
 ToolFormat = Literal[
     "hermes",
     "qwen3_coder",

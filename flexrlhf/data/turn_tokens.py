@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from os.path import commonprefix
 from typing import Any
 
 from flexrlhf.config.data_settings import ControlUse
@@ -19,6 +20,7 @@ from flexrlhf.data.chat import ChatFormat, ChatTemplate, Tool, encode_with_cuts
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.encoding import bos_in_front
 from flexrlhf.data.examples import Example, TokenLimits, truncated
+from flexrlhf.data.known_keys import CALLS
 from flexrlhf.data.messages import Chat, Message, read_chat
 from flexrlhf.data.text_example import TextExample
 from flexrlhf.errors import UserError
@@ -32,6 +34,8 @@ _CACHED = 256
 """Replies whose ids are kept: environments repeat short ones."""
 _CONTENT = "qzcontentqz"
 """Content by which the template's text around a message is found."""
+EXAMPLE = ("probe", {"number": 1, "text": "a: b", "list": [2, {"key": "c"}]})
+"""Name and arguments of a tool, by a call of which the form of calls is found."""
 ROLES = ("tool", "user")
 """Roles of messages that are read out of a reply."""
 _BEFORE = "x"
@@ -112,6 +116,19 @@ class TurnTokens:
     def _made_with_tools(self, tools: str) -> TurnTokens:
         chat = replace(self._chat, tools=tuple(json.loads(tools)))
         return TurnTokens(self._tokenizer, chat, self._is_bridged, self._limits)
+
+    def written_call(self) -> str:
+        """Return a turn that calls EXAMPLE, as the chat template writes it, without its end; empty without a template.
+
+        Raises UserError for a template that refuses calls.
+        """
+        if self._template is None:
+            return ""
+        name, arguments = EXAMPLE
+        call = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": arguments}}
+        turns = Message("user", _CONTENT), Message("assistant", _CONTENT, {CALLS[0]: [call]})
+        begun, whole = self._template.render(turns[:1], generation=True), self._template.render(turns)
+        return whole[len(commonprefix((begun, whole))) :].removesuffix(self._template.turn_end)
 
     def reset_messages(self, example: Example, ids: Sequence[int]) -> Replies | None:
         """Return the messages of ``reset`` in the prompt ``ids``, as ``prompt`` has returned it.

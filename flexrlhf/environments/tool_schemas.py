@@ -15,11 +15,14 @@ from typing import Any
 
 from flexrlhf.config.code_checks import check_function
 from flexrlhf.config.code_loading import load_function
-from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.config.environment_settings import BY_TEMPLATE, EnvironmentSpec
 from flexrlhf.config.proxies import is_address
 from flexrlhf.data.chat import Tool
+from flexrlhf.data.turn_tokens import EXAMPLE, TurnTokens
+from flexrlhf.environments.call_forms import FORMS, ToolCall
 from flexrlhf.environments.class_checks import class_facts, program_facts
 from flexrlhf.environments.sources import is_installed, package_of, program_of
+from flexrlhf.environments.tool_calls import parse_calls
 from flexrlhf.environments.tool_runs import has_steps, tool_names
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.user_code.call_failures import Caught
@@ -50,6 +53,25 @@ def tool_schemas(settings: EnvironmentSpec) -> tuple[Tool, ...]:
                 raise UserError(f"{key}: {reference}: there is another tool named {name!r}; give it another name")
             tools[name] = schema
     return tuple(tools.values())
+
+
+def with_known_form(settings: EnvironmentSpec, tokens: TurnTokens) -> EnvironmentSpec:
+    """Return settings in which ``auto`` is the form by which a call is read that the chat template writes.
+
+    Raises UserError unless it is one form.
+    """
+    if settings.tool_format != BY_TEMPLATE:
+        return settings
+    (name, arguments), written = EXAMPLE, tokens.written_call()
+    texts = {name: [key for key, value in arguments.items() if isinstance(value, str)]}
+    found = [form for form in FORMS if parse_calls(written, form, texts) == ([ToolCall(name, arguments)], [])]
+    if len(found) != 1:
+        reads = f"{' and '.join(found)} read" if found else "no known form reads"
+        raise UserError(
+            f"environment.tool_format: {BY_TEMPLATE} is the form in which the chat template writes calls, and {reads} "
+            "them; name the form of the policy's calls, or give a regular expression"
+        )
+    return settings.model_copy(update={"tool_format": found[0]})
 
 
 def _made_elsewhere(places: Mapping[str, str]) -> list[Made]:

@@ -44,9 +44,10 @@ def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[Environ
         environment = plan.spec.environment
         if environment is not None and environment.name not in found and (rows := _rows(plan)):
             calls = [example_call(tool["function"]) for tool in tool_schemas(environment)]
-            if calls and environment.has_known_format:
+            if environment.has_known_format:
                 # tools take the same time however their calls are written
                 environment = environment.model_copy(update={"tool_format": "hermes"})
+            if calls and environment.has_known_format:
                 rows = [(columns, calls[place % len(calls)]) for place, (columns, _) in enumerate(rows)]
             together = plan.processes.most_episodes
             if environment.api is not None:

@@ -7,13 +7,13 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.environment_settings import EnvironmentSpec
+from flexrlhf.config.environment_settings import BY_TEMPLATE, EnvironmentSpec
 from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.files import is_present
 from flexrlhf.data.messages import Message
 from flexrlhf.environments.sources import check_environment
-from flexrlhf.environments.tool_schemas import check_class, has_code
+from flexrlhf.environments.tool_schemas import check_class, has_code, with_known_form
 from flexrlhf.errors import UserError, nearest, shown, some_of
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_packages, check_run_engines
@@ -56,7 +56,10 @@ def check_runs(plans: Sequence[Plan]) -> None:
         if Path(realpath(plan.tokenizer.path)) in pending:
             continue
         data = plan.data.load()
-        number, largest = len(load_tokenizer(data.tokenizer, data.is_trusted)), _largest_token(data)
+        tokenizer = load_tokenizer(data.tokenizer, data.is_trusted)
+        if plan.spec.environment is not None and plan.spec.environment.tool_format == BY_TEMPLATE:
+            with_known_form(plan.spec.environment, plan.data.turn_tokens(tokenizer))
+        number, largest = len(tokenizer), _largest_token(data)
         for role in origins_first(plan.graph):
             if plan.model(role).path is None or Path(realpath(plan.model(role).path or "")) not in pending:
                 _check_model(plan, role, number, largest)

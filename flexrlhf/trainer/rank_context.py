@@ -145,6 +145,9 @@ def open_rank(
         events.note(plan.spec.name, f"{log.num_found} replies of environments since the last checkpoint are used again")
     turns = None if plan.spec.environment is None else plan.data.turn_tokens(tokenizer)
     environments = make_environment_caller(plan, world, turns, decode, log)
+    if environments is not None and environments.settings != plan.spec.environment and world.rank == 0:
+        form = environments.settings.tool_format
+        events.note(plan.spec.name, f"calls of tools are read as {form}, as the chat template writes them")
     text = ResponseText.of(plan.spec, tokenizer, (data.pad_token_id, *data.eos_token_ids))
     readers = () if turns is None else (turns.messages, turns.reset_messages)
     scorers = make_external_scorers(plan.graph, plan.spec, text, *readers)

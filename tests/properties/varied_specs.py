@@ -87,7 +87,7 @@ EXAMPLES: Examples = {
     "EnvironmentSpec.python": NOTHING,
     "EnvironmentSpec.options": ({}, {"level": 3, "on": "1e-6"}),
     "EnvironmentSpec.sequences": (1, 2, 3),
-    "EnvironmentSpec.tool_format": ("hermes", "mistral", r"<(?P<name>\w+)>(?P<arguments>.*?)</\w+>"),
+    "EnvironmentSpec.tool_format": ("hermes", "mistral", "auto", r"<(?P<name>\w+)>(?P<arguments>.*?)</\w+>"),
     **dict.fromkeys([f"{kind.__name__}.name" for kind in CLASSES.values()], NOTHING),
     **dict.fromkeys([f"{kind.__name__}.prompts_per_step" for kind in CLASSES.values()], (4, 6, 8, 12, 24)),
     **dict.fromkeys([f"{kind.__name__}.num_mini_batches" for kind in CLASSES.values()], (1, 2, 3, 4)),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from family_replies import ARGUMENTS, CALL, REPLIES, TEXT, THINK, THOUGHTS, TOOLS
 from transformers import AutoTokenizer
 
-from flexrlhf.config.environment_settings import ToolFormat
+from flexrlhf.config.environment_settings import EnvironmentSpec, ToolFormat
+from flexrlhf.data.chat import ChatFormat
 from flexrlhf.data.quickstart.corpus import build_tokenizer
+from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.environments.call_forms import FORMS, ToolCall, ends_in_thought
 from flexrlhf.environments.tool_calls import parse_calls, read_reply
+from flexrlhf.environments.tool_schemas import with_known_form
+from flexrlhf.errors import UserError
 
 CALLS = [("add", ARGUMENTS), ("add", {})]
 EACH = [(form, text) for form, texts in REPLIES.items() for text in texts]
@@ -56,15 +59,26 @@ TEMPLATES = {"qwen2_5": "hermes", "qwen3": "hermes", "qwen3_instruct_2507": "her
 
 @pytest.mark.parametrize(("name", "form"), TEMPLATES.items())
 def test_one_form_reads_the_calls_that_a_chat_template_writes(name: str, form: str, tmp_path: Path) -> None:
+    """It is the one of ``auto``."""
     build_tokenizer(["a"], tmp_path)
-    template = (Path(__file__).parents[1] / "fixtures/chat_templates" / f"{name}.jinja").read_text()
-    render = partial(
-        AutoTokenizer.from_pretrained(tmp_path).apply_chat_template, chat_template=template, tokenize=False
-    )
-    user, call = {"role": "user", "content": "x"}, {"type": "function", "function": json.loads(CALL)}
-    turns = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    reply = render(turns).removeprefix(render([user], add_generation_prompt=True))
-    assert [each for each in FORMS if read(reply, each)[2] == CALLS[:1]] == [form]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = (Path(__file__).parents[1] / "fixtures/chat_templates" / f"{name}.jinja").read_text()
+    assert form_of(tokenizer) == form
+
+
+def test_a_template_without_calls_has_no_form(tmp_path: Path) -> None:
+    build_tokenizer(["a"], tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for template in (None, "{% for message in messages %}<{{ message.content }}>{% endfor %}"):
+        tokenizer.chat_template = template
+        with pytest.raises(UserError, match="tool_format: auto is the form .*, and no known form reads them; name the"):
+            form_of(tokenizer)
+    assert form_of(tokenizer, "llama3") == "llama3"
+
+
+def form_of(tokenizer: Any, written: str = "auto") -> str:
+    settings = EnvironmentSpec(tools=("a.py:b",), tool_format=written)
+    return with_known_form(settings, TurnTokens(tokenizer, ChatFormat(), bridge=True)).tool_format
 
 
 @pytest.mark.parametrize("form", FORMS)

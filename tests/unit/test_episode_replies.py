@@ -78,14 +78,16 @@ def test_sampled_and_greedy_rows_await_replies_at_the_same_time(tmp_path: Path) 
     """Replies to all rows of one generate may be late when all rows of the other one call for theirs."""
     plan = plan_of(
         *(None, 1, "algorithm={name: remax, prompts_per_step: 4}"),
-        f"environment={{path: '{FILE}:Sleeper', processes: 1}}",
+        f"environment={{path: '{FILE}:Sleeper', processes: 1, tool_format: auto}}",
         "rollout={order: free, segment_tokens: 4, late_replies: carry}",
     )
     world = World(0, 1, dist.HashStore(), torch.device("cpu"), "gloo")
     build_tokenizer(["yes"], tmp_path)
-    tokens = TurnTokens(AutoTokenizer.from_pretrained(tmp_path), ChatFormat(use="never"))
+    template = Path(__file__).parents[1] / "fixtures/chat_templates/qwen2_5.jinja"
+    tokens = TurnTokens(AutoTokenizer.from_pretrained(tmp_path), ChatFormat(template=template.read_text()))
     caller = make_environment_caller(plan, world, tokens, str, None)
     assert caller is not None and plan.batch.num_rows == 8
+    assert caller.settings.tool_format == "hermes"
 
     def submitted(row: int, seconds: str) -> Future[Received]:
         request = Request(EpisodeCall((0, row), {}, 0, (seconds,)), encode, 9)
