@@ -262,7 +262,7 @@ SETTINGS |= {
 # episodes that are carried over updates keep the experts of the tokens that were read before
 SETTINGS["experts-episodes"] = {
     **SETTINGS["experts-replayed"],
-    **algorithm_settings.EPISODE_SETTINGS,
+    **algorithm_settings.in_episodes_of("Game", sequences=2),
     "rollout": {"segment_tokens": 4},
     "steps": 5,
 }

@@ -129,6 +129,31 @@ def test_a_pass_has_whole_groups_only_if_a_loss_compares_them(layout: str, compa
         assert len(seen) == (4 if compares else 4 * SAMPLES - 1)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head", ["causal", "scalar"])
+def test_sequences_of_an_episode_are_computed_as_if_each_were_alone(layout: str, head: Head) -> None:
+    """Two samples of a prompt with three sequences each: the first ones have the prompt in common, some further ones
+    are not used."""
+    batch, unused = groups(prompts=4), torch.tensor([2, 4, 10])
+    columns = {name: values.clone() for name, values in batch.columns.items()}
+    for values in columns.values():
+        values[unused] = 0
+    columns["tokens"][3::6, :4] = columns["tokens"][::6, :4]
+    columns["attention_mask"][3::6, :4] = columns["attention_mask"][::6, :4]
+    columns["tokens"][1::3, :4] = columns["tokens"][1::3, :4].flip(1)
+    together = Batch(columns, batch.rows, 6, sequences=3)
+    used = torch.tensor([row for row in range(12) if row not in unused])
+    alone = replace(together.select(used), samples_per_prompt=1, sequences=1)
+    found = []
+    for each, engine in ((together, engine_with("llama", head, layout)), (alone, engine_with("llama", head, "apart"))):
+        names, before = OUTPUTS[head][:1], {name: values.clone() for name, values in engine.weights().items()}
+        output = engine.forward(each, [Column.of(name) for name in names])[names[0]]
+        engine.train([(each, LOSSES[head][0])])
+        changes = {name: before[name] - weight for name, weight in engine.weights().items()}
+        found.append({"output": output[used] if each is together else output, **changes})
+    assert_equal(*found, 2e-5)
+
+
 def test_pairs_stay_in_one_pass() -> None:
     """Whatever the budget: DPO's loss compares two responses."""
     batch = mini_batch(rows=8)
