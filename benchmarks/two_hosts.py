@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +34,19 @@ class Link:
         namespace = ["ip", "netns", "exec", self.hosts[number], "unshare", "--uts", "sh", "-c", command, "sh"]
         return [*namespace, sys.executable, *program, *arguments]
 
-    def start(self, number: int, arguments: list[str], directory: Path) -> subprocess.Popen[str]:
-        """``flexrlhf`` on host ``number``, with one thread per rank."""
+    def start(
+        self,
+        number: int,
+        arguments: list[str],
+        directory: Path,
+        program: Sequence[str] = PROGRAM,
+        environment: Mapping[str, str] = os.environ,
+    ) -> subprocess.Popen[str]:
+        """``flexrlhf``, or another ``program``, on host ``number``, with one thread per rank."""
         return subprocess.Popen(
-            self.command(number, arguments),
+            self.command(number, arguments, program),
             cwd=directory,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**environment, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from secrets import token_hex
 
+import called
 import left_open
 import pytest
 import torch
@@ -18,6 +20,8 @@ from commands import free_port, read_until, start
 from forked import RANK_ENVIRONMENT, Forked
 from launcher import Launches, Outcome, params
 
+from benchmarks.two_hosts import Link, can_link, linked_hosts
+from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.metrics import METRICS
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.report.reported_run import plan_of_run
@@ -53,16 +57,19 @@ def killed(program: list[str], directory: Path) -> None:
     assert process.returncode == -9, out[-2000:]
 
 
-def started_on_two_machines(
-    case: Case, launches: Launches, places: list[Path], way: str, resume: str
-) -> list[subprocess.Popen[str]]:
-    """Start a program on the first machine, and join it on the second, each with a directory of its own."""
-    config = places[0] / "called.yaml"
-    spec = launches.assets.spec(case).model_copy(update={"name": "called", "runs": "runs"})
-    config.write_text(spec.dump())
-    endpoint = f"localhost:{free_port()}"
-    program = Forked(["called", str(config), way, resume, endpoint], places[0], {**os.environ, **RANK_ENVIRONMENT})
-    return [program, start(["join", "--rdzv-endpoint", endpoint], places[1])]
+def started_on_two_machines(places: list[Path], resume: str, link: Link | None) -> list[subprocess.Popen[str]]:
+    """Start a program on the first machine, and join it on the second; ``link``: between these, None: one machine."""
+    endpoint = f"localhost:{free_port()}" if link is None else f"{link.hosts[0]}:29500"
+    program, join = ["called.yaml", "scheduled", resume, endpoint], ["join", "--rdzv-endpoint", endpoint]
+    environment = {**os.environ, **RANK_ENVIRONMENT}
+    if link is None:
+        return [Forked(["called", *program], places[0], environment), start(join, places[1])]
+    first = link.start(0, program, places[0], [called.__file__], environment)
+    stranger = link.start(1, join, places[1], environment={**environment, JobSecret.VARIABLE: token_hex()})
+    out, _ = stranger.communicate(timeout=60)
+    assert stranger.returncode == 2 and "FLEXRLHF_TOKEN: this machine's is not that of the first machine" in out, out
+    read_until(first, "it has not the secret of this job, so node 0 waits for another")
+    return [first, link.start(1, join, places[1], environment=environment)]
 
 
 def columns_of(directory: Path, step: int) -> list[Path]:
@@ -105,24 +112,38 @@ def test_calls_have_the_bits_of_the_graph(launches: Launches, case: Case, tmp_pa
     assert_same_bits(outcome_at(launches, case, tmp_path, "called"), launches.outcome(case))
 
 
+@pytest.fixture(params=["loopback", pytest.param("hosts", marks=pytest.mark.full)])
+def link(request: pytest.FixtureRequest) -> Iterator[Link | None]:
+    if request.param == "loopback":
+        yield None
+    elif not can_link():
+        pytest.skip("needs the right to make network namespaces")
+    else:
+        with linked_hosts() as hosts:
+            yield hosts
+
+
 @pytest.mark.parametrize("case", params([EPISODES]))
 def test_calls_on_two_machines_have_the_bits_of_the_graph(
-    launches: Launches, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launches: Launches, case: Case, link: Link | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GRPO on episodes in segments under a lag, with the program's own prompts. A machine whose launcher is killed ends
-    the program with its name, and the program is resumed on two machines again."""
-    monkeypatch.setenv("FLEXRLHF_TOKEN", token_hex())
+    """GRPO on episodes in segments under a lag, with the program's own prompts; each machine has a directory of its
+    own. A machine whose launcher is killed ends the program with its name, and the program is resumed on two machines
+    again. A stranger cannot join."""
+    monkeypatch.setenv(JobSecret.VARIABLE, token_hex())
     places = [tmp_path / "first", tmp_path / "second"]
     for place in places:
         place.mkdir()
-    program, other = started_on_two_machines(case, launches, places, "scheduled", "")
+    spec = launches.assets.spec(case).model_copy(update={"name": "called", "runs": "runs"})
+    (places[0] / "called.yaml").write_text(spec.dump())
+    program, other = started_on_two_machines(places, "", link)
     read_until(program, "called  step 2/6")
     other.kill()
     out, _ = program.communicate(timeout=60)
     assert program.returncode == 1, out[-2000:]
     assert re.search(r"RankFailure: (the launcher of node 1|rank 1) \(", out), out[-2000:]
     other.communicate()
-    program, other = started_on_two_machines(case, launches, places, "scheduled", "auto")
+    program, other = started_on_two_machines(places, "auto", link)
     for process in (program, other):
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0, out[-2000:]
