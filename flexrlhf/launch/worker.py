@@ -51,7 +51,7 @@ def work(
 ) -> bool:
     """Execute runs in order on this rank; all runs of a command share the job's ranks.
 
-    Returns whether all have finished; else a request has stopped them.
+    Returns whether all have finished, a program's as soon as that ends it; else a request has stopped them.
 
     stop_file:    exists once the launcher has received a signal to save and end; None: signals come to this process.
     begin:        makes the ranks agree before anything is written, in a job without a launcher of ours; yields
@@ -93,7 +93,8 @@ def work(
             world.meet(f"the end of {order.spec.name}", order.spec.timeout_seconds)
             files.clear(order.spec.directory)
             if next_step < order.spec.steps:
-                return False
+                # a program ends where it likes
+                return bool(order.program) and not stops.is_requested()
     return True
 
 

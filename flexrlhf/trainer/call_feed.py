@@ -6,6 +6,7 @@ The store has no authentication, and a call may name a file of code: each has a 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Mapping, Sequence
@@ -36,9 +37,9 @@ class CallFeed:
         self._number = 0
         self._program: Connection | None = None
         if world.rank == 0:
-            channel = socket.socket(socket.AF_UNIX)
-            channel.connect(address)
-            self._program = Connection(channel.detach())
+            self._channel = socket.socket(socket.AF_UNIX)
+            self._channel.connect(address)
+            self._program = Connection(os.dup(self._channel.fileno()))
             mailbox = self._mailbox.of_another_thread()
             self._thread = threading.Thread(target=self._receive, args=(self._program, mailbox), daemon=True)
             self._thread.start()
@@ -69,8 +70,11 @@ class CallFeed:
                 self._program.send_bytes(part)
 
     def close(self) -> None:
-        """End the connection, after the last call."""
+        """End the connection, after the last call or a request to stop, which the program reads as the end of its
+        ranks."""
         if self._program is not None:
+            with self._channel, suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
             self._thread.join()
             self._program.close()
 

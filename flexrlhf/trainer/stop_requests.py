@@ -42,7 +42,7 @@ class StopRequests:
 
     def decide(self, moment: str) -> bool:
         """Return whether the job ends at ``moment``; the same on all ranks, whenever they come there."""
-        choice = STOP if self._is_requested() else CONTINUE
+        choice = STOP if self.is_requested() else CONTINUE
         decided: bytes = self.store.compare_set(f"decision/{moment}", "", choice)
         return decided.decode() == STOP
 
@@ -52,8 +52,8 @@ class StopRequests:
         self.store.wait([key], timedelta(seconds=timeout_seconds))
         return self.store.get(key).decode() == STOP
 
-    def _is_requested(self) -> bool:
-        """Whether a request has reached any rank."""
+    def is_requested(self) -> bool:
+        """Return whether a request has reached any rank."""
         if self._is_signalled or (self.file is not None and self.file.exists()):
             self.store.set("request", STOP)
             return True

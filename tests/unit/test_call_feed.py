@@ -21,6 +21,15 @@ from flexrlhf.trainer.call_feed import CallFeed
 CALL = {"do": "call", "operator": "train_actor", "loss": "stranger.py:loss"}
 
 
+def first_feed(store: dist.Store, directory: Path) -> tuple[CallFeed, Connection]:
+    """Return the feed of rank 0, and the program that it is connected to."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / "program"))
+        listener.listen(1)
+        feed = CallFeed(rank_of(0, store), "run", str(directory / "program"), 10)
+        return feed, Connection(listener.accept()[0].detach())
+
+
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
     """Store of a job, whose secret is set."""
@@ -33,21 +42,26 @@ def rank_of(rank: int, store: dist.Store) -> World:
 
 
 def test_all_ranks_receive_calls_of_any_length_and_no_entry_is_left(store: dist.TCPStore, tmp_path: Path) -> None:
-    address = str(tmp_path / "program")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        listener.listen(1)
-        feeds = [CallFeed(rank_of(rank, store), "run", address, 10) for rank in (0, 1)]
-        channel, _ = listener.accept()
-    program = Connection(channel.detach())
+    first, program = first_feed(store, tmp_path)
+    feeds = [first, CallFeed(rank_of(1, store), "run", "", 10)]
     calls = [CALL, {"do": "begin", "step": 1, "examples": ["a" * PART_BYTES, "b" * PART_BYTES]}]
     for call in calls:
         program.send_bytes(json.dumps(call).encode())
     assert [[feed.next() for _ in calls] for feed in feeds] == [calls, calls]
     program.close()
     assert [feed.next() for feed in feeds] == [{"do": "close"}] * 2
-    feeds[0].close()
+    first.close()
     assert not [key for key in store.list_keys() if "calls/" in key]
+
+
+def test_a_program_that_waits_reads_the_end_of_ranks_that_stop(store: dist.TCPStore, tmp_path: Path) -> None:
+    """By a request to their launcher: the program is in the middle of its calls."""
+    feed, program = first_feed(store, tmp_path)
+    program.send_bytes(json.dumps(CALL).encode())
+    assert feed.next() == CALL
+    feed.close()
+    with pytest.raises(EOFError):
+        program.recv_bytes()
 
 
 @pytest.mark.parametrize("tag", ["", "0" * 64], ids=["none", "a guess"])
