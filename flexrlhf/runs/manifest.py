@@ -33,6 +33,7 @@ class Progress:
     rows:         outcome → rows that were taken from the data; empty: of an older version
     carried:      step → rows of the prompts that it took which are carried to the next step
     calls:        step in flight → messages of the calls of a program that have written its columns
+    begun:        step in flight → operator that has run on some of its mini-batches → its sums for its controller
     prompts:      step whose rows are in flight or carried → examples that a program has given it
     """
 
@@ -47,6 +48,7 @@ class Progress:
     generated: int | None = None
     calls: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     prompts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    begun: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def first_generated(self, spec: Spec) -> int:
         """Return the first step that is not generated yet. ``spec``: of the run that wrote the checkpoint."""

@@ -159,6 +159,7 @@ class Checkpointer(Observer):
             numbers={name: model.engine.training_state().numbers for name, model in trained.items()},
             versions={name: model.version for name, model in models.items()},
             controllers=state.controllers.changed,
+            begun=state.controllers.begun_from(next_step),
             best=state.recorder.best,
             reports={str(step): of for step, of in state.recorder.reports_from(next_step).items()},
             rows=state.ledger.counts(next_step),
@@ -203,10 +204,6 @@ class Checkpointer(Observer):
 
 def merged_progress(reports: Sequence[Progress]) -> Progress:
     """Return the progress of a run from its ranks' reports, which agree if they overlap."""
-    in_flight: dict[str, dict[str, Any]] = {}
-    for report in reports:
-        for step, operators in report.reports.items():
-            in_flight.setdefault(step, {}).update(operators)
     return Progress(
         next_step=reports[0].next_step,
         generated=reports[0].generated,
@@ -214,12 +211,21 @@ def merged_progress(reports: Sequence[Progress]) -> Progress:
         versions=_united(report.versions for report in reports),
         controllers=_united(report.controllers for report in reports),
         best=_united(report.best for report in reports),
-        reports=in_flight,
+        begun=_united_by_step(report.begun for report in reports),
+        reports=_united_by_step(report.reports for report in reports),
         rows=merged_account(report.rows for report in reports),
         carried=_united(report.carried for report in reports),
         calls=reports[0].calls,
         prompts=reports[0].prompts,
     )
+
+
+def _united_by_step(reports: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        for step, operators in report.items():
+            found.setdefault(step, {}).update(operators)
+    return found
 
 
 def _united(mappings: Iterable[Mapping[str, Value]]) -> dict[str, Value]:

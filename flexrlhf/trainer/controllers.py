@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.algorithms.policy_sections import KlSpec
@@ -78,10 +79,30 @@ class Controllers(Observer):
         """Values of the operators that run on this rank, once they have run."""
         return {name: self.states[name] for name in sorted(self._run_here)}
 
-    def load(self, states: Mapping[str, Mapping[str, float]]) -> None:
-        """Set the values by operator, as ``changed`` of all ranks has them; steps under way begin anew."""
-        self._begun.clear()
+    def begun_from(self, next_step: int) -> dict[str, dict[str, Any]]:
+        """Return step → operator → its sums so far, for JSON, of steps from ``next_step`` on whose operator has run on
+        some mini-batches alone, as a program may call it."""
+        found: dict[str, dict[str, Any]] = {}
+        for (name, step), begun in self._begun.items():
+            if step >= next_step:
+                found.setdefault(str(step), {})[name] = {**asdict(begun), "left": sorted(begun.left)}
+        return found
+
+    def load(
+        self,
+        states: Mapping[str, Mapping[str, float]],
+        begun: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
+    ) -> None:
+        """Set the values by operator, as ``changed`` of all ranks has them; steps under way begin anew, but for
+        ``begun`` ones, as of ``begun_from``."""
         self.states |= {name: dict(state) for name, state in states.items()}
+        self._begun = {
+            (name, int(step)): _BegunStep(
+                sums["state"], set(sums["left"]), {key: (*triple,) for key, triple in sums["statistics"].items()}
+            )
+            for step, operators in (begun or {}).items()
+            for name, sums in operators.items()
+        }
 
     def computed(self, execution: Execution) -> None:
         """Add the statistics of an operator, summed over all replicas."""

@@ -140,7 +140,7 @@ def restore(state: RunState, syncs: WeightSyncs, start: StartingPoint) -> None:
     _sync_others(state, syncs, progress.next_step)
     for name in movable.difference(plan.offloaded.get(context.rank, ())):
         context.models[name].reload()
-    state.controllers.load(progress.controllers)
+    state.controllers.load(progress.controllers, progress.begun)
     state.ledger.load(progress.rows, progress.carried, progress.next_step)
     state.recorder.restore(progress.reports, progress.best, start.run_start(plan))
     state.rows.restore_given(progress.prompts)

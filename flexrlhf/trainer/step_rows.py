@@ -34,8 +34,10 @@ class StepRows:
     def __init__(self, rank: RankContext, start: RunStart, called: CalledSteps | None = None) -> None:
         self.called = called
         self._plan, self._data, self._groups, self._rank = rank.plan, rank.data, rank.groups, rank.rank
-        # more than planned while the batches of a larger lag are trained on
-        self._num_kept = max(rank.plan.num_steps_kept, start.generated - start.next_step)
+        # more than planned while the batches of a larger lag are trained on; a program may go on with rows of the step
+        # before the oldest open one at any time
+        of_program = 0 if called is None or rank.plan.batch.segments == 1 else rank.plan.schedule.lag + 1
+        self._num_kept = max(rank.plan.num_steps_kept, start.generated - start.next_step, of_program)
         self._start = start
         self.device = rank.world.device
         self._stores: dict[int, RowStore] = {}

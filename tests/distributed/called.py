@@ -31,6 +31,7 @@ from flexrlhf.data.files import Row, read_rows
 from flexrlhf.data.order import step_indices
 from flexrlhf.errors import UserError
 from flexrlhf.launch.session import CalledBatch
+from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.protocols import SplitPrompts
 from flexrlhf.strategies.instructions import Run
 
@@ -111,15 +112,31 @@ def call_as_scheduled(run: Session, stops: bool) -> None:
 
 def skip(run: Session) -> None:
     """Do not train in step 1, call nothing in step 3, and in step 7 nothing but the two responses; in step 4 all calls
-    but the first are on one mini-batch, without training."""
+    but the first are on one mini-batch, without training. Step 9 is generated on its second mini-batch, and trained on,
+    once the next one is generated on its first: it still has the rows that the step before has left."""
+    shape, open_rows = run.plan.batch, list[torch.Tensor]()
     refused = {
         (2, "train_actor"): "before all trainings of step 1; ",
         (4, "generate"): "goes on with rows of the step before, for which generate has not been called on mini-batch 0",
         (5, "generate"): "for which whole has not been called on mini-batch 1",
         (8, "generate"): "for which whole has not been called on mini-batch 0",
     }
+    late: CalledBatch | None = None
+    responses, further = run.plan.graph.operators[:3], run.plan.graph.operators[3:]
     for batch in run.prompts():
-        first = batch.mini_batches(run.plan.batch.num_mini_batches)[0]
+        first, *others = batch.mini_batches(shape.num_mini_batches)
+        if batch.step >= 9:
+            call_all(run, responses, first)
+            if late is None:
+                late = batch
+                continue
+            call_all(run, responses, *late.mini_batches(shape.num_mini_batches)[1:])
+            mask, tokens = open_rows
+            width = mask.shape[1]
+            assert mask[len(first) :].any() and (late["tokens"][:, -width:] == tokens[:, -width:])[mask].all()
+            call_all(run, responses, *others)
+            call_all(run, further, late, batch)
+            continue
         for operator in run.plan.graph.operators[: {3: 0, 7: 2}.get(batch.step)]:
             part = first if batch.step == 4 and operator.name != "generate" else batch
             if (sentence := refused.get((batch.step, operator.name))) is not None:
@@ -128,6 +145,17 @@ def skip(run: Session) -> None:
                 run.end_step()
             if operator.kind != "train" or batch.step not in (1, 4):
                 run.call(operator.name, part)
+        if batch.step == 8:
+            # sampled tokens of rows that go on in step 9
+            steps, _ = shape.as_taken(torch.arange(shape.num_rows), 9)
+            going = (batch["present"] == 0) & (steps < 9)
+            open_rows = [batch["response_mask"].bool() & going[:, None], batch["tokens"]]
+
+
+def call_all(run: Session, operators: Sequence[Operator], *parts: CalledBatch) -> None:
+    for part in parts:
+        for operator in operators:
+            run.call(operator.name, part)
 
 
 def forget(run: Session) -> None:

@@ -237,7 +237,7 @@ def test_rows_that_a_program_leaves_out_are_accounted_for(launches: Launches, ca
 def test_rows_in_segments_that_a_program_leaves_out_are_accounted_for(launches: Launches, tmp_path: Path) -> None:
     """Under a lag, with trainings at once: rows in flight are the carried ones. Rows that have ended and are not
     trained on are left out, and so are those that no call goes on with, or without one of their two responses."""
-    main(str(written(launches, SKIPPED, tmp_path, "skipped", steps=9)), "skips")
+    main(str(written(launches, SKIPPED, tmp_path, "skipped", steps=11)), "skips")
     found = outcome_at(launches, SKIPPED, tmp_path, "skipped")
     lines = [line["outcomes"] for line in RunDirectory(found.directory).outcomes.read()]
     assert [line.keys() - {"carried"} for line in lines][:4] == [{"trained"}, {"left_out"}] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
@@ -243,6 +244,21 @@ def test_steps_in_a_row_without_a_score_end_the_run(limit: int | None, num_chunk
     ):
         for _ in range(limit):
             step(NO_SCORE)
+
+
+def test_a_step_whose_operator_has_run_on_some_mini_batches_goes_on_from_a_checkpoint() -> None:
+    """Of a program, which has called it on the others before; a step that has ended so is in none."""
+    plan, runs = runs_of(4)
+    whole, saved, resumed = (Controllers(plan) for _ in range(3))
+    saved.add(runs[0], 0, {"shaped_score": triple([9.0])})
+    for number, run in enumerate(runs):
+        for controls in (whole, saved if number < 2 else resumed):
+            controls.add(run, 1, {"shaped_score": triple([0.1 * number, 1 / 3])})
+        if number == 1:
+            resumed.load(saved.changed, json.loads(json.dumps(saved.begun_from(1))))
+            assert resumed.begun_from(1) == saved.begun_from(1) and list(saved.begun_from(0)) == ["0", "1"]
+            assert resumed.begun_from(0).keys() == {"1"}
+    assert resumed.states == whole.states != Controllers(plan).states and not resumed.begun_from(0)
 
 
 @pytest.mark.parametrize("missing", ["reward", "cost", "greedy_score"])
