@@ -423,7 +423,7 @@ class Engine(Protocol):
         most_tokens:    its new tokens at most, 1 or more; to the end of the response.
 
         With ``kept_slots`` a row whose step of noise, number and temperature are those of one before goes on with the
-        keys and values of that one, as long as their ``period`` is the same.
+        keys and values of that one, as long as their ``period`` is the same, and until ``drop_kept_rows``.
         """
         ...
 
@@ -435,6 +435,9 @@ class Engine(Protocol):
         """
         while (batch := source.due(wait=True)) is not None:
             source.receive(batch, self.generate(batch, sampling))
+
+    def drop_kept_rows(self) -> None:
+        """Drop the keys and values of rows that ``kept_slots`` are for; an engine without such slots has none."""
 
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
         """Compute ``columns`` of every row in one pass, without gradients.

@@ -7,6 +7,7 @@ prompt read it once.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -63,6 +64,11 @@ class KeptRows:
         self._period = period
         self._slots.begin_call(oldest)
         return self._slots
+
+    def drop(self) -> None:
+        """Drop the keys and values of all rows."""
+        if self._slots is not None:
+            self._slots.begin_call(sys.maxsize)
 
 
 class Decoding:

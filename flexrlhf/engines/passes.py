@@ -111,6 +111,11 @@ class Passes(LossPasses):
             pass
         return decoding.num_rows
 
+    def drop_kept_rows(self) -> None:
+        """Drop keys and values, as ``Engine.drop_kept_rows``."""
+        if self.kept is not None:
+            self.kept.drop()
+
     def _decoding(self, batch: Batch, sampling: Sampling, source: RowSource | None = None) -> tuple[Decoding, int]:
         """Return the decoding of ``batch``, and how many rows may be decoded together."""
         lengths = self.readout.lengths

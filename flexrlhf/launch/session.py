@@ -307,6 +307,11 @@ class Session:
     def _parts(self, operator: str, batch: CalledBatch, protocol: SplitPrompts) -> PromptParts:
         """Return the numbers of each replica in the mini-batches of ``batch``. Raises UserError as a planned one."""
         called = batch.called.operator(OperatorCall(operator, batch.parts))
+        if called.kind == "generate" and self.plan.kept_slots:
+            raise UserError(
+                f"session: a protocol of {operator} would take rows away from the keys and values that they have; "
+                f"leave it out, or set rollout.caches: renewed"
+            )
         replicas = self.plan.placement.layout_of(called).replica_sets
         split = TransferProtocol(f"of {operator}", protocol)
         each = [split.parts(replicas, self.plan.batch.numbers(number)) for number in batch.parts]
@@ -419,10 +424,8 @@ def _check_callable(plan: Plan) -> None:
     spec, listed = plan.spec, plan.schedule.instructions
     moved = [each for each in listed if isinstance(each, Offload | Reload | Release)]
     own_prompts = "a program takes further prompts itself, by prompts(own), and leaves rows out; remove it"
-    own_order = "a program has an order of its own, in which no batch is the first one behind a checkpoint; use renewed"
     for setting, is_set, reason in (
         ("algorithm.dynamic_sampling", plan.batch.attempts > 1, own_prompts),
-        ("rollout.caches", spec.rollout.caches == "kept", own_order),
         ("algorithm.loop", spec.algorithm.loop is not None, "the program is the loop; remove it"),
     ):
         if is_set:

@@ -153,6 +153,10 @@ class CalledTrainer:
         position = self._steps.add(step, instruction)
         if self._rank.rank in instruction.ranks:
             self._trainer.execute(Execution(position, step, instruction))
+        if isinstance(instruction, Checkpoint):
+            # a session that goes on from it has none, in whatever order this one generates
+            for model in self._rank.models.values():
+                model.engine.drop_kept_rows()
         return position
 
     def _end(self, message: CallMessage) -> None:

@@ -212,8 +212,8 @@ ALGORITHMS: dict[str, Raw] = {
         stop=["ta", "o n", "i b", "e"],
     ),
     "grpo-episodes-segments": _episodes_in_segments(caches="kept"),
-    # as a program may have them
-    "grpo-episodes-segments-renewed": _episodes_in_segments(),
+    # with all rows read again behind each checkpoint
+    "grpo-episodes-segments-saved": {**_episodes_in_segments(caches="kept"), "checkpoint": {"every": 2}},
     # groups whose environment fails are replaced in a further attempt; rows wait for no other row's reply
     "grpo-episodes-dynamic": _of(
         "grpo",

@@ -98,6 +98,9 @@ def call_as_scheduled(run: Session, stops: bool) -> None:
             run.call(operator.name, batch)
 
     for batch in run.prompts(rows_of(run) if plan.batch.segments > 1 else None):
+        if plan.kept_slots:
+            with pytest.raises(UserError, match="a protocol of generate would take rows away from the keys and values"):
+                run.generate(batch, protocol=last_apart)
         call(batch, is_late=False)
         batches.append(batch)
         if batch.step == 1 and len(batches) == 2 and not stops:
@@ -105,7 +108,8 @@ def call_as_scheduled(run: Session, stops: bool) -> None:
                 run.train_actor(batch)
         if len(batches) > plan.schedule.lag:
             call(batches.pop(0), is_late=True)
-        run.save()
+        if plan.spec.checkpoint.every is None:
+            run.save()
     for batch in batches:
         call(batch, is_late=True)
 

@@ -32,7 +32,7 @@ from flexrlhf.strategies.instructions import Run
 pytestmark = pytest.mark.timeout(600)
 PPO, GRPO, REMAX = Case("ptx", "halves", 2), Case("grpo-alone", "six", 2), Case("remax-masked", "pairs", 2)
 LAGGING, CHUNKED = Case("segments-corrected", "lag-2-alone", 2), Case("remax", "lag-chunks", 2)
-EPISODES = Case("grpo-episodes-segments-renewed", "lag-2-alone", 2, "deepspeed-3")
+EPISODES = Case("grpo-episodes-segments-saved", "lag-2-alone", 2, "deepspeed-3")
 SKIPPED, FORGOTTEN = Case("remax-segments", "lag", 2), Case("grpo-as-ended-process", "co-located", 2)
 SPLIT = Case("grpo-uneven", "co-located", 2)
 
@@ -127,9 +127,9 @@ def link(request: pytest.FixtureRequest) -> Iterator[Link | None]:
 def test_calls_on_two_machines_have_the_bits_of_the_graph(
     launches: Launches, case: Case, link: Link | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GRPO on episodes in segments under a lag, with the program's own prompts; each machine has a directory of its
-    own. A machine whose launcher is killed ends the program with its name, and the program is resumed on two machines
-    again. A stranger cannot join."""
+    """GRPO on episodes in segments under a lag, with kept caches and the program's own prompts; each machine has a
+    directory of its own. A machine whose launcher is killed ends the program with its name, and the program is resumed
+    on two machines again. A stranger cannot join."""
     monkeypatch.setenv(JobSecret.VARIABLE, token_hex())
     places = [tmp_path / "first", tmp_path / "second"]
     for place in places:
@@ -137,12 +137,13 @@ def test_calls_on_two_machines_have_the_bits_of_the_graph(
     spec = launches.assets.spec(case).model_copy(update={"name": "called", "runs": "runs"})
     (places[0] / "called.yaml").write_text(spec.dump())
     program, other = started_on_two_machines(places, "", link)
-    read_until(program, "called  step 2/6")
+    read_until(program, "called  step 3/6")
     other.kill()
     out, _ = program.communicate(timeout=60)
     assert program.returncode == 1, out[-2000:]
     assert re.search(r"RankFailure: (the launcher of node 1|rank 1) \(", out), out[-2000:]
     other.communicate()
+    assert RunDirectory(places[0] / "runs" / "called").checkpoints
     program, other = started_on_two_machines(places, "auto", link)
     for process in (program, other):
         out, _ = process.communicate(timeout=120)

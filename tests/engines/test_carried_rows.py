@@ -220,11 +220,12 @@ def kept_response(
     return response, logprobs
 
 
-@pytest.mark.parametrize(("lag", "every"), [(0, None), (0, 2), (1, 3)])
+@pytest.mark.parametrize(("lag", "every", "dropped"), [(0, None, ()), (0, 2, ()), (1, 3, ()), (0, None, (2, 3, 5))])
 def test_carried_rows_have_keys_and_values_of_the_weights_that_read_each_token(
-    lag: int, every: int | None, monkeypatch: pytest.MonkeyPatch
+    lag: int, every: int | None, dropped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No token is read twice, but in the first batch behind a checkpoint; samples of a prompt share its tokens alone.
+    """No token is read twice, but in the first batch behind a checkpoint, or where a session drops keys and values
+    (``dropped``: before these steps); samples of a prompt share its tokens alone.
     Evaluations neither read them nor overwrite them."""
     segments, num_steps, read, counts = 3, 7, Slots._read, list[int]()
 
@@ -233,7 +234,7 @@ def test_carried_rows_have_keys_and_values_of_the_weights_that_read_each_token(
         read(slots, rows, first, tokens, begun, ends)
 
     monkeypatch.setattr(Slots, "_read", counted)
-    renewed = [step for step in range(lag + 1, num_steps) if every and (step - lag) % every == 0]
+    renewed = [*dropped, *(step for step in range(lag + 1, num_steps) if every and (step - lag) % every == 0)]
     rounds = Rounds(2, segments, by_row=True, kept_slots=KeptSlots(PROMPTS * SAMPLES * segments, segments, lag, every))
     model, num_carried = rounds.engine._model, 0
     weights, whole = MovingWeights(model), 0
@@ -242,6 +243,8 @@ def test_carried_rows_have_keys_and_values_of_the_weights_that_read_each_token(
         prompts, evaluated = prompts_of(step), prompts_of(50 + step)
         new = int((prompts["prompt_mask"][::SAMPLES].sum(1) - 1).sum())
         counts.clear()
+        if step in dropped:
+            rounds.engine.drop_kept_rows()
         rows = rounds.generate(step, step)
         if step not in renewed:
             assert sum(counts) == new

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -306,6 +307,24 @@ def test_every_row_of_a_column_has_one_owner() -> None:
     for column in ("tokens", "prompts"):
         owned = [prompt for prompts in step.owners(column, plan.batch.mini_batches).values() for prompt in prompts]
         assert sorted(owned) == list(range(plan.batch.num_prompts))
+
+
+@pytest.mark.parametrize(
+    ("machines", "sentence"),
+    [
+        ({"nnodes": 2}, "--rdzv-endpoint: missing; several nodes need HOST:PORT of node 0"),
+        ({"nnodes": 3, "rdzv_endpoint": "a:1"}, "--nnodes 3 does not divide the 4 devices of the cluster"),
+        ({"rdzv_endpoint": "a:1"}, "--rdzv-endpoint a:1: goes with --nnodes of 2 or more, found 1"),
+    ],
+    ids=["no endpoint", "unequal parts", "one machine"],
+)
+def test_machines_of_a_session_that_do_not_fit_are_refused(
+    machines: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(PPO))
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        Session(path, [1, 1, 1, 1], devices=4, **machines)
 
 
 def test_a_program_takes_prompts_itself(tmp_path: Path) -> None:

@@ -242,6 +242,9 @@ class DeepSpeedEngine(Lender):
         with self._as_world(), self._gathering():
             return self._passes.generate(batch, sampling)
 
+    def drop_kept_rows(self) -> None:
+        self._passes.drop_kept_rows()
+
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
         with self._as_world(), self._gathering():
             return self._passes.forward(batch, columns, adapters)

@@ -113,6 +113,9 @@ class TorchEngine(Lender):
         else:
             self.num_requests += self._passes.advance(source, sampling)
 
+    def drop_kept_rows(self) -> None:
+        self._passes.drop_kept_rows()
+
     def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
         with self._gathering():
             computed = self._passes.forward(batch, columns, adapters)
