@@ -41,7 +41,8 @@ def rank_of(rank: int, store: dist.Store) -> World:
     return World(rank, 2, store, torch.device("cpu"), "gloo")
 
 
-def test_all_ranks_receive_calls_of_any_length_and_no_entry_is_left(store: dist.TCPStore, tmp_path: Path) -> None:
+def test_all_ranks_receive_the_calls_of_the_program_in_order(store: dist.TCPStore, tmp_path: Path) -> None:
+    """Of any length; no entry of them is left in the store."""
     first, program = first_feed(store, tmp_path)
     feeds = [first, CallFeed(rank_of(1, store), "run", "", 10)]
     calls = [CALL, {"do": "begin", "step": 1, "examples": ["a" * PART_BYTES, "b" * PART_BYTES]}]
