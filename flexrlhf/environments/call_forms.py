@@ -122,7 +122,8 @@ def split_thoughts(text: str, marks: Sequence[tuple[str, str]], is_thinking: boo
         elif is_thinking:
             is_thinking = False
         else:
-            thoughts, content = [*thoughts, *content], []
+            thoughts += content
+            content = []
     if not thoughts:
         return text, ""
     return "".join(content).strip(), "\n".join(each.strip() for each in thoughts if each.strip())
@@ -183,9 +184,9 @@ def _mistral(body: str, parameters: TextParameters) -> Sequence[CallRead]:
 
 def _deepseek(body: str, _: TextParameters) -> Sequence[CallRead]:
     name, _mark, arguments = body.partition("<｜tool▁sep｜>")
-    fenced = re.fullmatch(r"(.*?)\n```json\n(.*)\n```\s*", arguments, re.DOTALL)
-    if fenced is not None:
-        name, arguments = fenced.groups()
+    named, fence, fenced = arguments.partition("\n```json\n")
+    if fence:
+        name, arguments = named, fenced.rstrip().removesuffix("```")
     return [_named_call(name, arguments, body)]
 
 
@@ -196,12 +197,14 @@ def _kimi(body: str, _: TextParameters) -> Sequence[CallRead]:
 
 def _qwen3_coder(body: str, parameters: TextParameters) -> Sequence[CallRead]:
     name, _, pairs = body.partition(">")
-    return [_tagged(name, pairs, r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", parameters)]
+    return [_tagged(name, pairs, r"<parameter=([^>\n]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", parameters)]
 
 
 def _glm45(body: str, parameters: TextParameters) -> Sequence[CallRead]:
     name, mark, pairs = body.partition("<arg_key>")
-    return [_tagged(name, mark + pairs, r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", parameters)]
+    part = r"((?:(?!<arg_key>).)*?)"
+    pair = rf"<arg_key>{part}</arg_key>\s*<arg_value>{part}</arg_value>"
+    return [_tagged(name, mark + pairs, pair, parameters)]
 
 
 def _tagged(name: str, text: str, pair: str, parameters: TextParameters) -> CallRead:

@@ -20,6 +20,7 @@ from flexrlhf.environments.tool_schemas import with_known_form
 from flexrlhf.errors import UserError
 
 CALLS = [("add", ARGUMENTS), ("add", {})]
+FENCE = "<｜tool▁sep｜>a\n```json\n"
 EACH = [(form, text) for form, texts in REPLIES.items() for text in texts]
 
 
@@ -116,6 +117,10 @@ def test_calls_that_are_none_are_content() -> None:
     [
         ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function>", "has text that is no argument: <param"),
         ("qwen3_coder", "<tool_call><function=add><parameter=a>1", "has no </function> at its end"),
+        # repetitions that a policy falls into take no time that grows with their square
+        ("qwen3_coder", f"<function=add>{'<parameter=a>' * 50_000}</function>", "has text that is no argument: <param"),
+        ("glm45", f"<tool_call>add{'<arg_key>a' * 50_000}</tool_call>", "has text that is no argument: <arg_key>a"),
+        ("deepseek_v3", f"<｜tool▁call▁begin｜>{FENCE * 50_000}<｜tool▁call▁end｜>", "is no JSON"),
         ("glm45", "<tool_call><arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "has no name"),
         ("glm45", f"<tool_call>{CALL}</tool_call>", "has no name"),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": ', "is no JSON"),
