@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -14,6 +14,10 @@ from flexrlhf.errors import UserError, nearest
 from flexrlhf.text import counted
 
 Name = Annotated[str | None, typer.Option(help="model in requests; default: the name of the directory")]
+EngineName = Annotated[
+    Literal["auto", "vllm", "transformers"],
+    typer.Option("--engine", help="auto: vllm on a GPU if it is installed, else transformers"),
+]
 Rows = Annotated[int, typer.Option("--batch", min=1, help="sequences that are sampled at once")]
 ReplyTokens = Annotated[
     int | None, typer.Option("--tokens", min=1, help="most of a reply without max_tokens; default: the run's, or 256")
@@ -29,6 +33,7 @@ def serve_model(
     port: Port = 8000,
     secret: Secret = None,
     name: Name = None,
+    engine: EngineName = "auto",
     device: Device = None,
     batch: Rows = 16,
     tokens: ReplyTokens = None,
@@ -45,10 +50,13 @@ def serve_model(
     from flexrlhf.serving.policy_server import PolicyServer
 
     with working(f"loading {run}"):
-        policy = load_policy(run, device or "auto", batch, tokens, tool_format, token)
+        policy = load_policy(run, engine, device or "auto", batch, tokens, tool_format, token)
     try:
-        server = PolicyServer(policy, model, None, host, port)
-    except OSError as error:
-        raise UserError(f"--host {host} --port {port}: {error.strerror}; give others") from None
-    serve_until_ended(server, f"{run} as model {model}", host, "/v1", secret)
+        try:
+            server = PolicyServer(policy, model, None, host, port)
+        except OSError as error:
+            raise UserError(f"--host {host} --port {port}: {error.strerror}; give others") from None
+        serve_until_ended(server, f"{run} as model {model}", host, "/v1", secret)
+    finally:
+        policy.close()
     typer.echo(f"ended after {counted(policy.num_calls, 'call')}")

@@ -114,8 +114,12 @@ class Policies:
             model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise UserError(f"{directory}: transformers cannot load it ({str(error).splitlines()[0]})") from None
+        return Speaker(model, self.tokenizer(directory))
+
+    def tokenizer(self, directory: Path) -> Any:
+        """Load the tokenizer of one of them, or of the trained one. Raises UserError."""
         own = directory if (directory / "tokenizer_config.json").is_file() else self.after
         try:
-            return Speaker(model, AutoTokenizer.from_pretrained(own))
+            return AutoTokenizer.from_pretrained(own)
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{own}: no tokenizer can be loaded ({str(error).splitlines()[0]})") from None

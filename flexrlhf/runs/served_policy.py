@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, Protocol
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from flexrlhf.config.plugins import load_plugin
 from flexrlhf.data.chat import ChatTemplate, own_template
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.encoding import bos_in_front
@@ -33,6 +35,8 @@ from flexrlhf.runs.conversation import TOKENS, Policies
 from flexrlhf.runs.served_scores import chosen_device
 from flexrlhf.serving.model_calls import CallRefused, ModelCall, ModelReply, ScoredToken
 
+Engine = Literal["auto", "vllm", "transformers"]
+GENERATION = "generation_config.json"
 GATHER_SECONDS = 0.01
 """Time in which the first of several calls waits for the others."""
 TAIL = 8
@@ -51,8 +55,15 @@ class TokenSampler(Protocol):
         """Return at most ``most`` tokens behind a prompt, with the end token."""
         ...
 
-    def log_probs(self, ids: Sequence[int]) -> Tensor:
-        """Return the log-probs (n, vocabulary), float32, of the token behind each of ``ids``."""
+    def scores(self, ids: Sequence[int], likeliest: int) -> list[tuple[int, dict[int, float]]]:
+        """Return each token after the first and the likeliest one behind all, with log-probs of its place.
+
+        These are of the token itself and of the ``likeliest`` tokens, by token.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free its processes."""
         ...
 
 
@@ -132,11 +143,22 @@ class TransformersSampler:
             serving.result()
             raise RuntimeError("another call of its batch failed") from None
 
-    def log_probs(self, ids: Sequence[int]) -> Tensor:
-        """Return the log-probs (n, vocabulary), float32, of the token behind each of ``ids``."""
+    def scores(self, ids: Sequence[int], likeliest: int) -> list[tuple[int, dict[int, float]]]:
+        """Return each token after the first and the likeliest behind all, with log-probs: its own, the likeliest."""
         with self._lock, torch.inference_mode():
             logits = self._model(input_ids=torch.tensor([ids], device=self._model.device), use_cache=False).logits
-            return logits[0].float().log_softmax(1).cpu()
+            log_probs = logits[0].float().log_softmax(1)
+            best = log_probs.topk(likeliest, dim=1)
+            tokens = [*ids[1:], int(log_probs[-1].argmax())]
+            own = log_probs[range(len(ids)), tokens].tolist()
+        places = zip(tokens, own, best.indices.tolist(), best.values.tolist(), strict=True)
+        return [
+            (token, dict(zip(others, values, strict=True)) | {token: each}) for token, each, others, values in places
+        ]
+
+    def close(self) -> None:
+        """Await the end of sampling."""
+        self._thread.shutdown(cancel_futures=True)
 
     def _serve(self) -> None:
         """Sample the responses to calls that wait. Each call submits one such task, so that none is left."""
@@ -302,19 +324,20 @@ class ServedPolicy:
 
     def _scored(self, ids: Sequence[int], likeliest: int, most: int) -> ModelReply:
         """Return a prompt with the log-probs of its tokens, and the likeliest token behind it if there is room."""
-        log_probs = self._sampler.log_probs(ids)
-        tokens = [*ids, *([int(log_probs[-1].argmax())] if most else [])]
-        best = log_probs.topk(likeliest, dim=1)
-        texts = {token: self._tokenizer.decode([token]) for token in {*tokens, *best.indices.flatten().tolist()}}
-        scored = [ScoredToken(texts[tokens[0]], None, {})]
-        for place, token in enumerate(tokens[1:]):
-            own = float(log_probs[place, token])
+        places = self._sampler.scores(ids, likeliest)[: None if most else -1]
+        decode = self._tokenizer.decode
+        scored = [ScoredToken(decode([ids[0]]), None, {})]
+        for token, values in places:
             found = dict[str, float]()
-            for other, value in zip(best.indices[place].tolist(), best.values[place].tolist(), strict=True):
-                found.setdefault(texts[other], value)
-            found.setdefault(texts[token], own)
-            scored.append(ScoredToken(texts[token], own, found))
-        return ModelReply("", "", (), "length", len(ids), len(tokens) - len(ids), tuple(scored))
+            # several tokens may have one text
+            for other, value in sorted(values.items(), key=lambda each: -each[1]):
+                found.setdefault(decode([other]), value)
+            scored.append(ScoredToken(decode([token]), values[token], found))
+        return ModelReply("", "", (), "length", len(ids), len(places) + 1 - len(ids), tuple(scored))
+
+    def close(self) -> None:
+        """Free the model's processes."""
+        self._sampler.close()
 
 
 def _refusal(sentence: str, param: str) -> CallRefused:
@@ -329,20 +352,40 @@ def _without(text: str, parts: Iterable[str]) -> str:
 
 
 def load_policy(
-    run: Path, device: str, most_rows: int, most_tokens: int | None, tool_format: str, secret: str | None
+    run: Path,
+    engine: Engine,
+    device: str,
+    most_rows: int,
+    most_tokens: int | None,
+    tool_format: str,
+    secret: str | None,
 ) -> ServedPolicy:
     """Load the policy of a run, or of a model's directory. Raises UserError.
 
+    engine:       auto: vLLM on a GPU if it is installed and the model has whole weights, else transformers
     device:       auto, cpu or cuda
     most_rows:    sequences that are sampled at once
     most_tokens:  of a reply whose request has no limit; None: the run's, or 256
     """
-    place = chosen_device(device)
-    found = Policies.find(run)
-    speaker = found.load(found.after)
-    ends = speaker.model.generation_config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-    tokenizer = speaker.tokenizer
-    pad = next(each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if each is not None)
-    sampler = TransformersSampler(speaker.model.to(place), pad, most_rows)
+    place, found = chosen_device(device), Policies.find(run)
+    is_adapter = (found.after / "adapter_config.json").is_file()
+    if engine == "auto":
+        has_vllm = find_spec("vllm") is not None and place == "cuda" and not is_adapter
+        engine = "vllm" if has_vllm else "transformers"
+    if engine == "vllm":
+        if find_spec("vllm") is None:
+            raise UserError("--engine vllm: vllm is not installed; use transformers")
+        if is_adapter:
+            raise UserError(f"--engine vllm: {found.after} has adapters alone; merge them with flexrlhf export")
+        tokenizer = found.tokenizer(found.after)
+        config = GenerationConfig.from_pretrained(found.after) if (found.after / GENERATION).is_file() else None
+        sampler: TokenSampler = load_plugin("functions", "vllm_sampler")(found.after, found.after, place, most_rows)
+    else:
+        speaker = found.load(found.after)
+        # before the sampler replaces it
+        tokenizer, config = speaker.tokenizer, speaker.model.generation_config
+        pad = next(each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if each is not None)
+        sampler = TransformersSampler(speaker.model.to(place), pad, most_rows)
+    own = None if config is None else config.eos_token_id
+    ends = [] if own is None else [own] if isinstance(own, int) else own
     return ServedPolicy(sampler, tokenizer, most_tokens or found.limit or TOKENS, tool_format, ends, secret)

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from flexrlhf.cli import app
 from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.errors import UserError
 from flexrlhf.runs.served_policy import ServedPolicy, load_policy
+from flexrlhf.serving.model_calls import ModelCall
 from flexrlhf.serving.policy_server import PolicyServer
 
 SECRET = "a secret"
@@ -52,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(model: Path) -> Iterator[tuple[str, ServedPolicy]]:
-    policy = load_policy(model, "cpu", 4, None, "hermes", SECRET)
+    policy = load_policy(model, "auto", "cpu", 4, None, "hermes", SECRET)
     server = PolicyServer(policy, "tiny", None)
     with server.serving():
         yield f"http://127.0.0.1:{server.port}/v1", policy
@@ -152,7 +154,7 @@ def test_requests_that_a_model_cannot_serve_are_refused(
     assert httpx.get(f"{served[0]}/models").status_code == 401
     (model.parent / "none").mkdir()
     with pytest.raises(UserError, match="neither a run nor a model in it"):
-        load_policy(model.parent / "none", "cpu", 4, None, "hermes", None)
+        load_policy(model.parent / "none", "auto", "cpu", 4, None, "hermes", None)
     refused = CliRunner().invoke(app, ["serve-model", str(model), "--tool-format", "herms"])
     assert refused.exit_code == 2 and "(did you mean 'hermes'?)" in refused.stderr
 
@@ -161,7 +163,7 @@ def test_without_a_secret_nobody_needs_a_key_and_without_a_template_a_prompt(mod
     for file in model.iterdir():
         if file.name != "chat_template.jinja":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    policy = load_policy(tmp_path, "cpu", 4, 3, "hermes", None)
+    policy = load_policy(tmp_path, "auto", "cpu", 4, 3, "hermes", None)
     server = PolicyServer(policy, "tiny", None)
     with server.serving():
         url = f"http://127.0.0.1:{server.port}/v1"
@@ -196,3 +198,30 @@ def test_the_command_serves_until_it_is_ended(model: Path, monkeypatch: pytest.M
     place = f"http://127.0.0.1:{port}/v1"
     assert first == f"serves {model} as model tiny at {place} to requests with the secret of SERVED_KEY; Ctrl-C ends it"
     assert last == "ended after 1 call" and ended.exit_code == 0
+
+
+def test_vllm_serves_as_transformers_does(model: Path, tmp_path: Path) -> None:
+    """Tokens at temperature 0 and log-probs of prompts; a seed repeats a reply."""
+    pytest.importorskip("vllm")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "vocab_size": len(tokenizer), "max_position_embeddings": 32}
+    LlamaForCausalLM(LlamaConfig(**TINY | sizes, pad_token_id=tokenizer.pad_token_id)).save_pretrained(tmp_path)
+    prompt = tokenizer.encode("one two three")
+    greedy = ModelCall(prompt="", prompt_ids=tuple(prompt), most_tokens=8, sampling={"temperature": 0})
+    sampled = replace(greedy, sampling={"seed": 3})
+    scored = replace(greedy, likeliest=2, most_tokens=1)
+    replies = {}
+    for engine in ("transformers", "vllm"):
+        policy = load_policy(tmp_path, engine, "cpu", 4, None, "hermes", None)
+        try:
+            assert policy.reply("", sampled) == policy.reply("", sampled)
+            replies[engine] = policy.reply("", greedy), policy.reply("", scored)
+        finally:
+            policy.close()
+    (one, scores), (other, others) = replies.values()
+    assert one == other and one.content
+    for each, also in zip(scores.scored, others.scored, strict=True):
+        assert each.text == also.text and list(each.likeliest) == list(also.likeliest)
+        assert list(each.likeliest.values()) == pytest.approx(list(also.likeliest.values()), abs=1e-3)
