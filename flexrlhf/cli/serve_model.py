@@ -14,7 +14,7 @@ from flexrlhf.errors import UserError, nearest
 from flexrlhf.text import counted
 
 Name = Annotated[str | None, typer.Option(help="model in requests; default: the name of the directory")]
-EngineName = Annotated[
+Sampler = Annotated[
     Literal["auto", "vllm", "transformers"],
     typer.Option("--engine", help="auto: vllm on a GPU if it is installed, else transformers"),
 ]
@@ -33,7 +33,7 @@ def serve_model(
     port: Port = 8000,
     secret: Secret = None,
     name: Name = None,
-    engine: EngineName = "auto",
+    engine: Sampler = "auto",
     device: Device = None,
     batch: Rows = 16,
     tokens: ReplyTokens = None,

@@ -35,7 +35,7 @@ from flexrlhf.runs.conversation import TOKENS, Policies
 from flexrlhf.runs.served_scores import chosen_device
 from flexrlhf.serving.model_calls import CallRefused, ModelCall, ModelReply, ScoredToken
 
-Engine = Literal["auto", "vllm", "transformers"]
+SamplerName = Literal["auto", "vllm", "transformers"]
 GENERATION = "generation_config.json"
 GATHER_SECONDS = 0.01
 """Time in which the first of several calls waits for the others."""
@@ -353,7 +353,7 @@ def _without(text: str, parts: Iterable[str]) -> str:
 
 def load_policy(
     run: Path,
-    engine: Engine,
+    engine: SamplerName,
     device: str,
     most_rows: int,
     most_tokens: int | None,
