@@ -61,9 +61,10 @@ class DefinedMetrics(tuple[Metric, ...]):
 
     @cached_property
     def times(self) -> tuple[str, ...]:
-        """Entries of a row of metrics that no number of the run depends on, and that differ each time it runs."""
+        """Entries of a row of metrics that no number of the run depends on: they differ each time it runs, or is
+        resumed in the middle of what they count."""
         measured = (metric.name for metric in self if metric.name.startswith(("time_", "reply_seconds_")))
-        return ("seconds", "samples_per_second", "tokens_per_second", "rollout_restarts", *measured)
+        return ("seconds", "samples_per_second", "tokens_per_second", "rollout_restarts", "calls_refused", *measured)
 
     @property
     def stale_shares(self) -> tuple[str, ...]:

@@ -185,15 +185,15 @@ class EpisodeProcess:
         """Return the calls whose turns are sent now: all that are due, or the first if turns run one after another."""
         due = self._due
         if self._groups:
-            group = self._groups[0]
-            due = (
-                [play for play in due if play in group] if all(each in group for each in self._running.values()) else []
-            )
+            # the other conversations of an episode go on with it
+            group = {play.call.episode for play in self._groups[0]}
+            others = any(each.call.episode not in group for each in self._running.values())
+            due = [] if others else [play for play in due if play.call.episode in group]
         return [*due] if self.is_async else due[: 0 if self._running else 1]
 
     def _exchange(self, sent: Sequence[_Play]) -> None:
         """Send the turns of ``sent``, and receive replies to any under way."""
-        self._begun |= {play.call.key for play in sent}
+        self._begun |= {play.call.episode for play in sent}
         num_begun = len(self._begun)
         doubtful = list[tuple[_Play, EpisodeReply]]()
         for play, reply in self._exchanged(sent):
@@ -212,18 +212,24 @@ class EpisodeProcess:
         if any(_kind(reply) in EXHAUSTED for _, reply in doubtful):
             self._end()
         plays = [play for play, _ in doubtful]
-        if len(plays) == 1 and (plays[0].is_alone or num_begun == 1):
-            self._finish(*doubtful[0])
+        of_one = len({play.call.episode for play in plays}) == 1
+        if of_one and (all(play.is_alone for play in plays) or num_begun == 1):
+            for each in doubtful:
+                self._finish(*each)
         else:
             self._confirm(plays)
 
     def _confirm(self, plays: Sequence[_Play]) -> None:
         """Play calls with doubtful failures again, by halves, then alone."""
         self._leave_groups(plays)
-        half = (len(plays) + 1) // 2
-        groups = [list(part) for part in (plays[:half], plays[half:]) if part]
-        for play in plays:
-            play.turn, play.is_replay, play.is_alone = play.call.number, False, [play] in groups
+        episodes = list(dict.fromkeys(play.call.episode for play in plays))
+        half = (len(episodes) + 1) // 2
+        # sequences of an episode go on together
+        parts = [part for part in (episodes[:half], episodes[half:]) if part]
+        groups = [[play for play in plays if play.call.episode in part] for part in parts]
+        for part, group in zip(parts, groups, strict=True):
+            for play in group:
+                play.turn, play.is_replay, play.is_alone = play.call.number, False, len(part) == 1
         self._groups[:0], self._due[:0] = groups, plays
 
     def _leave_groups(self, plays: Sequence[_Play]) -> None:

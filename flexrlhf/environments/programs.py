@@ -158,7 +158,9 @@ class _Program:
         elif number < len(sequence.record.replied) and sequence.record.replied[number] != reply.digest:
             refusal = self._not_repeated()
         else:
-            refusal, sequence.was_refused = sequence.is_full, bool(sequence.is_full)
+            # a program that is played again has had the turns before
+            refusal = sequence.is_full if number >= len(sequence.record.turns) else ""
+            sequence.was_refused = bool(refusal)
         if sequence is None or refusal:
             self.refuse(refusal)
             waiting.set_exception(_refusal(refusal, TOO_LONG if sequence is not None and sequence.is_full else None))
@@ -214,7 +216,9 @@ class _Program:
 
     def refuse(self, sentence: str) -> None:
         """Count a call that could not be had."""
-        self._refused, self._last_refusal = self._refused + 1, sentence
+        # what is played again has been counted
+        is_new = all(len(each.replies) >= len(each.record.replied) for each in self._sequences)
+        self._refused, self._last_refusal = self._refused + is_new, sentence
         self._start_clock()
 
     def _take_refused(self) -> int:

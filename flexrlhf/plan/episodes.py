@@ -91,6 +91,16 @@ def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:
         )
     if not isinstance(spec.algorithm, PolicySpec) or GENERATE.name not in {each.name for each in graph.operators}:
         raise UserError(f"environment: {name} trains on responses of the data set, which have no turns; remove it")
+    if environment.api is not None and environment.sequences > 1 and spec.rollout.order == "planned":
+        raise UserError(
+            f"environment.sequences: {environment.sequences} lets a program begin conversations at any time, and a "
+            f"round of rollout.order: planned awaits the replies to all of them; set rollout.order=free"
+        )
+    if environment.api is not None and environment.sequences > 1 and spec.num_segments > 1:
+        raise UserError(
+            f"environment.sequences: {environment.sequences}, and rollout.segment_tokens cuts rows: a program may "
+            f"await a conversation that is cut, so that no other one of its episode goes on; use 1, or no segments"
+        )
     longest = spec.data.max_response_tokens
     if environment.turn_tokens is not None and environment.turn_tokens > longest:
         raise UserError(

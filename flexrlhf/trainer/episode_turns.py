@@ -21,14 +21,14 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.engines.base import Batch, Sampling
-from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn, is_stale
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn, SequenceRecord, is_stale
 from flexrlhf.environments.call_forms import ends_in_thought
 from flexrlhf.environments.episode_process import Key
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import with_known_form
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import Column
-from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
+from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED, failed_state
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.runs.recorded_columns import RecordedColumns
@@ -96,6 +96,7 @@ class EnvironmentCaller:
         self.limits = {key: limits for key, limits in self.limits.items() if not is_stale(key, step, steps)}
         episodes = _Episodes(self, run, rows, sampling, carries)
         run.model.engine.advance(episodes, sampling)
+        episodes.close()
         if run.model.replica.is_first:
             self.times.add_wait(step, episodes.waited)
         if not carries:
@@ -163,6 +164,8 @@ class _Episodes:
         """Begin those that the step takes, and call again for the replies that were late."""
         self._caller, self._run, self._rows, self._sampling = caller, run, rows, sampling
         self._samples, self.most_rows = rows.batch.samples_per_prompt, len(rows.batch)
+        # rows of an episode, of which a program may use further ones
+        self._sequences = rows.shape.sequences if caller.settings.api is not None else 1
         self._taken = list(zip(rows.steps.tolist(), rows.taken.tolist(), strict=True))
         self._turn_tokens = self._limits_of_turns()
         self._place_of = {taken: place for place, taken in enumerate(self._taken)}
@@ -181,12 +184,15 @@ class _Episodes:
         self._first: tuple[float, float] | None = None
         self._requests: list[tuple[int, Request]] = []
         self._awaited: dict[Future[Received], tuple[Tensor, AddReplies]] = {}
+        # calls for the next conversation of each episode, by the place of its row
+        self._further: dict[Future[Received], int] = {}
         # texts of the policy's turns, and digests of the replies, that of the reset first
         self._turns: list[list[str]] = [[] for _ in self._taken]
         self._replied: list[list[int]] = [[] for _ in self._taken]
         begun = (rows.exists & rows.has_begun).nonzero().squeeze(1).tolist()
         for place in begun:
             self._turns[place], self._replied[place] = self._earlier(place)
+        self._noise = [row // rows.shape.sequences for _, row in self._taken]
         awaiting = rows.awaits_reply(self._turn_tokens)
         new = (awaiting & ~rows.has_begun).nonzero().squeeze(1).tolist()
         self._submit([(place, Request(self._call(place), self._encode_prompt(place))) for place in new], self._begin)
@@ -195,6 +201,8 @@ class _Episodes:
         unknown = [] if is_known else [each for each in begun if self._key(each) not in caller.limits]
         self._submit([(each, self._repeated(each)) for each in unknown if not awaiting[each]], self._learn)
         self._call_for((awaiting & rows.has_begun).nonzero().squeeze(1))
+        for place in new:
+            self._await_further(place)
 
     def due(self, wait: bool) -> Batch | None:
         """Return the rows that have a turn, as of ``RowSource``. In the planned order all rows have ended theirs, and
@@ -217,10 +225,26 @@ class _Episodes:
         if self._caller.settings.api is not None:
             limits = [self._caller.limits[self._key(place)] for place in places.tolist()]
             batch = replace(batch, stops=tuple(each.stops for each in limits))
+        if self._sequences > 1:
+            batch = batch.with_columns(
+                {"noise_row": places.new_tensor([self._noise[each] for each in places.tolist()])}
+            )
         if not (len(places) or self._is_busy.any() if self._is_alone else self._run.has_rows(batch)):
             return None
         self._is_busy[places] = True
         return batch
+
+    def close(self) -> None:
+        """Order further conversations of an episode by how they begin: ones that begin at once come in any order."""
+        rows, k = self._rows, self._sequences
+        if k == 1:
+            return
+        places = range(len(self._taken))
+        order = sorted(places, key=lambda at: (at // k, at % k > 0, not rows.exists[at], self._noise[at]))
+        index = rows.taken.new_tensor(order)
+        rows.exists[:] = rows.exists[index]
+        for values in rows.state.values():
+            values[:] = values[index]
 
     def receive(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
         """Add ``columns`` that an engine has generated of ``batch``, and call for replies to turns that have ended."""
@@ -322,7 +346,7 @@ class _Episodes:
     def _receive_replies(self, condition: str, waits: bool) -> None:
         """Receive the replies that are there. ``waits``: until ``condition`` of ``concurrent.futures.wait`` holds."""
         begun = time.monotonic()
-        done = wait_for(self._awaited, self._patience if waits else 0, condition).done
+        done = wait_for([*self._awaited, *self._further], self._patience if waits else 0, condition).done
         self.waited += (time.monotonic() - begun) * waits
         for replies in [each for each in self._awaited if each in done]:
             places, then = self._awaited.pop(replies)
@@ -333,6 +357,47 @@ class _Episodes:
                 then(places, received)
                 for place, reply in zip(places.tolist(), received, strict=True):
                     self._replied[place].append(reply.digest)
+
+        for replies in [each for each in self._further if each in done]:
+            self._open(self._further.pop(replies), *self._caller.source.receive(replies, self._sampling.step))
+
+    def _await_further(self, first: int) -> None:
+        """Call for the next conversation of the episode whose first row is at ``first``, if there is a row for it."""
+        places = range(first + 1, first + self._sequences)
+        place = next((place for place in places if not (self._rows.exists[place] or self._replied[place])), None)
+        if place is not None:
+            self._submit_further(place, Request(self._call(place), self._encode_prompt(place)))
+
+    def _submit_further(self, place: int, request: Request) -> None:
+        model = self._run.model
+        self._further[self._caller.source.submit([request], model.placed.name, model.replica)] = place
+
+    def _open(self, place: int, reply: RowReply) -> None:
+        """Begin a further conversation of an episode; nothing if it has ended."""
+        self._replied[place].append(reply.digest)
+        if reply.tokens:
+            self._rows.exists[place] = True
+            places = self._rows.taken.new_tensor([place])
+            self._learn(places, [reply])
+            self._begin(places, [reply])
+        elif reply.state == failed_state("tokens"):
+            # its program has an error in place of a turn
+            call = replace(self._call(place), replied=(reply.digest,), is_ended=True)
+            self._submit_further(place, Request(call, lambda _: (), room=0))
+        else:
+            return
+        self._await_further(place - place % self._sequences)
+
+    def _noise_row(self, place: int) -> int:
+        """Return the number of a row in its noise: of the conversations of a program it follows from what they begin
+        with, since those that are begun at once come in any order."""
+        own = self._taken[place][1] // self._rows.shape.sequences
+        if self._sequences == 1:
+            return own
+        prompt, earlier = self._texts_of(place)[0], range(place - place % self._sequences, place)
+        number = sum(bool(self._rows.exists[each]) and self._texts_of(each)[0] == prompt for each in earlier)
+        digest = hashlib.blake2b(repr((prompt, number)).encode(), digest_size=4).digest()
+        return own + (int.from_bytes(digest, "little") >> 1 << 32)
 
     def _learn(self, places: Tensor, replies: Sequence[RowReply]) -> None:
         """Store the limits of the turns that follow."""
@@ -373,6 +438,7 @@ class _Episodes:
                 state["tokens"][place, :width], state["attention_mask"][place, :width] = self._sampling.pad_token_id, 0
                 state["tokens"][place, width - len(reply.tokens) : width] = torch.tensor(reply.tokens)
                 state["attention_mask"][place, width - len(reply.tokens) : width] = 1
+            self._noise[place] = self._noise_row(place)
             state["episode"][place] = EPISODE_STATES[reply.state]
             if state["episode"][place] >= FAILED:
                 # there is no turn whose reward it would be
@@ -417,8 +483,11 @@ class _Episodes:
     def _call(self, place: int) -> EpisodeCall:
         """Return the call that begins the episode of a row."""
         step, row = self._taken[place]
-        seed = _seed(self._sampling.seed, step, row // self._samples)
-        return EpisodeCall(self._key(place), self._examples[place].columns, seed)
+        seed, number = _seed(self._sampling.seed, step, row // self._samples), place % self._sequences
+        siblings = range(place - number, place - number + self._sequences)
+        records = [SequenceRecord(tuple(self._turns[each]), tuple(self._replied[each])) for each in siblings]
+        call = EpisodeCall(self._key(place), self._examples[place].columns, seed)
+        return call if self._sequences == 1 else replace(call, sequence=number, siblings=tuple(records))
 
     def _key(self, place: int) -> Key:
         step, row = self._taken[place]

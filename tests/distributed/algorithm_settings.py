@@ -43,19 +43,20 @@ def _loss_kl(estimator: str, coefficient: float, **changes: Any) -> Raw:
     return {"place": "loss", "estimator": estimator, "coefficient": coefficient, **changes}
 
 
-def _episodes_in_segments(**rollout: Any) -> Raw:
+def _episodes_in_segments(name: str = "Game", api: str | None = None, **rollout: Any) -> Raw:
     """Episodes of which some are carried over two updates, in the middle of a turn, and some are cut at the last
     segment."""
     return _of(
         "grpo",
         {
-            **in_episodes_of("Game", sequences=2),
+            **in_episodes_of(name, **({"sequences": 2} if api is None else {"api": api})),
             **_scored({"model": "reward", "weight": 0.1}),
             "models": {"reward": OWN_TOKENIZER},
             "rollout": {"segment_tokens": 3, "max_segments": 3, **rollout},
             "steps": 6,
         },
-        supervision="process",
+        # a program returns its reward at the end
+        supervision="process" if api is None else "outcome",
         importance={"cap": 1.1},
         prompts_per_step=2,
         stop=["ta", "o n", "i b", "e"],
@@ -214,6 +215,8 @@ ALGORITHMS: dict[str, Raw] = {
     "grpo-episodes-segments": _episodes_in_segments(caches="kept"),
     # with all rows read again behind each checkpoint
     "grpo-episodes-segments-saved": {**_episodes_in_segments(caches="kept"), "checkpoint": {"every": 2}},
+    # a program that calls the policy by HTTP plays the same game, whose rewards are there at its end
+    "grpo-program-segments": _episodes_in_segments("play", "openai"),
     # groups whose environment fails are replaced in a further attempt; rows wait for no other row's reply
     "grpo-episodes-dynamic": _of(
         "grpo",
@@ -469,8 +472,11 @@ def costs(prompts, responses, num_tokens):
 
 GAMES = '''"""An environment, for tests: its replies follow from its seed and the turns so far."""
 
+import json
 import random
 import time
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from flexrlhf.environments.base import Turn
 
@@ -490,6 +496,31 @@ class Game:
             raise RuntimeError("the game broke")
         words = [SOUNDS[self.sum // (place + 2) % 60] for place in range(self.sum % 4)]
         return Turn(" ".join(words), reward=self.sum % 7 / 4 - 0.5, is_done=self.sum % 5 == 0)
+
+
+def play(row, api):
+    game, total = Game(), 0.0
+    text = row["prompt"] + spaced(game.reset(row, api.seed))
+    head = {"Authorization": f"Bearer {api.api_key}", "Content-Type": "application/json"}
+    while True:
+        data = json.dumps({"model": api.model, "prompt": text}).encode()
+        try:
+            with urlopen(Request(f"{api.base_url}/completions", data, head)) as reply:
+                said = json.load(reply)["choices"][0]["text"]
+        except HTTPError:
+            return total
+        turn = game.step(said)
+        total += turn.reward
+        if turn.is_done:
+            return total
+        text += said + spaced(turn.messages)
+
+
+def spaced(text):
+    return text and " " + text
+
+
+play.game = Game
 
 
 class Late(Game):
@@ -519,5 +550,5 @@ class Absent:
     def __init__(self):
         raise RuntimeError("no environment")
 '''
-"""Environments: one ends some episodes early, and fails in some; one is late as well; one never replies alike; one
-cannot run."""
+"""Environments: one ends some episodes early, and fails in some, and a program plays it; one is late as well; one never
+replies alike; one cannot run."""

@@ -5,6 +5,7 @@ The environment is called directly, in the process of the test.
 
 from __future__ import annotations
 
+import json
 import math
 from hashlib import blake2b
 
@@ -32,6 +33,18 @@ def digest_of(text: str, reward: float) -> int:
     return found - 2**32 * (found >= 2**31)
 
 
+def digest_of_call(prompt: str) -> int:
+    """By definition: of the call of a program, as JSON, and no reward."""
+    call = {"messages": [], "most_tokens": None, "prompt": prompt, "sampling": {}, "stop": [], "tools": []}
+    found = blake2b(repr((json.dumps(call), 0.0)).encode(), digest_size=4).digest()
+    return int.from_bytes(found, "little", signed=True)
+
+
+def spaced(text: str) -> str:
+    """Words behind others."""
+    return text and " " + text
+
+
 def samples_of(spec: Spec) -> int:
     return getattr(spec.algorithm, "samples_per_prompt", 1)
 
@@ -42,7 +55,8 @@ class EpisodeSampler:
     def __init__(self, spec: Spec, sampler: Sampler) -> None:
         assert spec.environment is not None and spec.environment.path is not None
         self.spec, self.settings, self.sampler = spec, spec.environment, sampler
-        self.game = function_of(spec.environment.path)
+        found = function_of(spec.environment.path)
+        self.game, self.is_program = getattr(found, "game", found), hasattr(found, "game")
 
     @torch.no_grad()
     def play(
@@ -91,7 +105,8 @@ class EpisodeSampler:
             response.episode.outcome = "failed"
             response.episode.digests.append(digest_of("", 0.0))
             return
-        response.episode.digests.append(digest_of(said, 0.0))
+        text = response.example.columns["prompt"] + spaced(said)
+        response.episode.digests.append(digest_of_call(text) if self.is_program else digest_of(said, 0.0))
         response.prompt = response.prompt + self._ids(said)
 
     def _sample(
@@ -129,9 +144,18 @@ class EpisodeSampler:
             episode.outcome, response.finished = "failed", False
             episode.digests.append(digest_of("", 0.0))
             return
-        episode.rewards.append(reply.reward)
-        episode.digests.append(digest_of(reply.messages, reply.reward))
         ids = self._ids(reply.messages)
+        has_room = room > 0 and (is_last or len(ids) < room)
+        is_over, total = reply.is_done or not has_room or is_last, sum(episode.returned) + reply.reward
+        if self.is_program:
+            # a program returns the sum at its end
+            episode.returned.append(reply.reward)
+            goes_on = not is_over or (room > 0 and not is_last and not reply.is_done)
+            episode.rewards.append(total if is_over else 0.0)
+            episode.digests.append(digest_of_call(spaced(reply.messages)) if goes_on else digest_of("", total))
+        else:
+            episode.rewards.append(reply.reward)
+            episode.digests.append(digest_of(reply.messages, reply.reward))
         if reply.is_done:
             episode.outcome, response.finished = "ended", True
         elif room == 0 or (not is_last and len(ids) >= room):

@@ -41,6 +41,7 @@ class Episode:
     game: Any = None
     turn: list[int] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
+    returned: list[float] = field(default_factory=list)
     awaits: bool = False
 
 

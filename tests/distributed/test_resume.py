@@ -82,6 +82,8 @@ ALIKE = [
     same("streaming-two", "operators-lanes", 4),
     # episodes are carried on, and are replayed in processes that do not have them
     same("grpo-episodes-segments", "lag", 2),
+    # a program goes on in the middle of a turn that it has called for
+    same("grpo-program-segments", "lag", 2),
     # rows are carried while they await a late reply, in a run that was interrupted after the last generate
     same("remax-episodes", "lag", 2),
     # rows in flight have the experts that generation chose
@@ -154,7 +156,7 @@ DEFAULT = [
         if pair.first == Case("two", "co-located", 2)
         or pair.first.setting in ("corrected", "scheduled")
         or pair.first.setting in ("grpo-segments", "grpo-as-ended-process", "grpo-dynamic-segments")
-        or pair.first.setting in ("grpo-episodes-segments", "remax-episodes")
+        or pair.first.setting in ("grpo-episodes-segments", "grpo-program-segments", "remax-episodes")
     ),
     *(
         pair
@@ -230,7 +232,7 @@ class Resumptions:
             for file in (resumed.directory / "columns").glob(f"*step{step}-*"):
                 if step not in in_flight or file.name.split("-")[1] not in generated:
                     file.unlink()
-        if whole.case.setting == "grpo-episodes-segments":
+        if whole.case.setting in ("grpo-episodes-segments", "grpo-program-segments"):
             self._cut_log(resumed.directory, in_flight.stop)
         for role in whole.plan.graph.trained:
             shutil.rmtree(resumed.directory / role)

@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 Row = dict[str, Any]
@@ -98,3 +99,18 @@ def misbehaves(row: Row, api: Any) -> Any:
             threading.Thread(target=time.sleep, args=(60,)).start()
     say(api, messages, "on")
     return 1.0
+
+
+def with_helpers(row: Row, api: Any) -> float:
+    """Talk, then have three helpers work at once, two of them on the same, and talk on."""
+    messages: list[Row] = []
+    said = say(api, messages, row["prompt"])
+
+    def helper(task: str) -> str:
+        own: list[Row] = []
+        return say(api, own, task) + say(api, own, "more")
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(helper, [f"{said} b", f"{said} a", f"{said} a"]))
+    say(api, messages, " ".join(found))
+    return float(len("".join(found)))

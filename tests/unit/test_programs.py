@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import example_programs
 import pytest
 
 from flexrlhf.config.environment_settings import EnvironmentSpec
-from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn
+from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn, SequenceRecord
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.sources import check_environment, program_of
 from flexrlhf.environments.tool_schemas import check_class
@@ -116,6 +117,57 @@ def test_a_program_that_can_have_no_further_turn_ends_by_itself_or_raises() -> N
             (reply,) = episodes.replies([call], SECONDS)
             (ended,) = episodes.replies([replace(call, replied=(*call.replied, reply.digest), is_ended=True)], SECONDS)
             assert (ended.reward, ended.is_done, ended.failure) == (reward, False, None)
+
+
+class Conversations:
+    """Conversations of one episode, each of which is played by a thread: its turns are numbered texts."""
+
+    def __init__(self, episodes: Episodes, number: int) -> None:
+        self.episodes, self.turns = episodes, [list[str]() for _ in range(number)]
+        self.began, self.ended = [""] * number, list[EpisodeReply]()
+        self.records = [SequenceRecord()] * number
+
+    def play(self, number: int = 0) -> None:
+        """Play the conversation ``number``, and the ones that begin during it."""
+        call = EpisodeCall((0, number), {"prompt": "x"}, 7, sequence=number)
+        reply = self._reply(call)
+        self.began[number] = reply.call
+        others = list[threading.Thread]()
+        if reply.call and number + 1 < len(self.turns):
+            others.append(threading.Thread(target=self.play, args=(number + 1,)))
+            others[0].start()
+        while reply.call:
+            self.turns[number].append(f"{number}{len(call.turns)}")
+            call = turn_of(call, reply, ModelCall.read(reply.call).messages[-1]["content"][-1] + "!")
+            self.records[number] = SequenceRecord(call.turns, call.replied)
+            reply = self._reply(call)
+        self.ended.append(reply)
+        for thread in others:
+            thread.join()
+
+    def _reply(self, call: EpisodeCall) -> EpisodeReply:
+        (reply,) = self.episodes.replies([replace(call, siblings=tuple(self.records))], SECONDS)
+        assert reply.failure is None, reply.failure
+        return reply
+
+
+def test_conversations_that_begin_at_once_are_sequences_of_an_episode() -> None:
+    """Each goes on by itself, whatever comes first; the reward is that of the first one, and unused ones just end."""
+    with playing(settings_of("with_helpers", sequences=6)) as episodes:
+        found = Conversations(episodes, 6)
+        found.play()
+        first, *helpers, _, unused = found.began[:5] + found.began[5:]
+        tasks = sorted(ModelCall.read(each).messages[0]["content"] for each in helpers if each)
+        assert tasks == ["x! a", "x! a", "x! b"] and ModelCall.read(first).messages[0]["content"] == "x"
+        assert [len(each) for each in found.turns] == [2, 2, 2, 2, 0, 0] and not unused
+        assert all(each.is_done for each in found.ended)
+        assert sorted(each.reward for each in found.ended) == [0.0] * 4 + [12.0]
+    with playing(settings_of("with_helpers", sequences=6)) as episodes:
+        # another process plays all of them again, in whatever order they come
+        own = found.records[0]
+        call = EpisodeCall((0, 0), {"prompt": "x"}, 7, own.turns, replied=own.replied, siblings=tuple(found.records))
+        (ended,) = episodes.replies([call], SECONDS)
+        assert (ended.reward, ended.is_done, ended.failure) == (12.0, True, None)
 
 
 @pytest.mark.parametrize(
