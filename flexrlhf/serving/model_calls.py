@@ -37,8 +37,9 @@ class ModelCall:
 
     @property
     def text(self) -> str:
-        """The call as JSON, which ``read`` reads."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """The call as JSON, which ``read`` reads, without what it does not have."""
+        given = {name: value for name, value in asdict(self).items() if value not in (None, (), {})}
+        return json.dumps(given, sort_keys=True)
 
     @classmethod
     def read(cls, text: str) -> Self:

@@ -35,8 +35,7 @@ def digest_of(text: str, reward: float) -> int:
 
 def digest_of_call(prompt: str) -> int:
     """By definition: of the call of a program, as JSON, and no reward."""
-    call = {"messages": [], "most_tokens": None, "prompt": prompt, "sampling": {}, "stop": [], "tools": []}
-    found = blake2b(repr((json.dumps(call), 0.0)).encode(), digest_size=4).digest()
+    found = blake2b(repr((json.dumps({"prompt": prompt}), 0.0)).encode(), digest_size=4).digest()
     return int.from_bytes(found, "little", signed=True)
 
 
