@@ -14,6 +14,7 @@ where it reads a column or a metric.
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -80,6 +81,11 @@ class Session:
             raise UserError(
                 "session: it starts the ranks itself, found torchrun's; start the program with python, on one machine, "
                 "and `flexrlhf join` on each other one"
+            )
+        if (found := hosts.of_launcher("auto", os.environ)) != hosts:
+            raise UserError(
+                f"session: srun has started this program on {found.nnodes} nodes, and it runs on one; start `flexrlhf "
+                f"join` on the others, and give nnodes={found.nnodes} and rdzv_endpoint"
             )
         hosts.check_single_planner([spec])
         ((self.plan, _),) = planned([spec])

@@ -327,6 +327,24 @@ def test_machines_of_a_session_that_do_not_fit_are_refused(
         Session(path, [1, 1, 1, 1], devices=4, **machines)
 
 
+def test_several_processes_of_a_program_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As srun and mpirun start them; a task that is given the other nodes is the first one's."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(PPO))
+    with monkeypatch.context() as mpi:
+        mpi.setenv("OMPI_COMM_WORLD_SIZE", "2")
+        with pytest.raises(UserError, match="^mpirun: .* each of these processes would start all ranks"):
+            Session(path, [1, 1, 1, 1], devices=2)
+    step = {"STEP_ID": "0", "STEP_NUM_NODES": "2", "STEP_NUM_TASKS": "2", "JOB_ID": "7", "NODEID": "0"}
+    for name, value in {**step, "STEP_NODELIST": "a[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(
+        UserError, match="^session: srun has started this program on 2 nodes, and it runs on one; start"
+    ):
+        Session(path, [1, 1, 1, 1], devices=2)
+    assert Session(path, [1, 1, 1, 1], devices=2, nnodes=2, rdzv_endpoint="a1:29500").plan.cluster.num_nodes == 2
+
+
 def test_a_program_takes_prompts_itself(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(PPO | {"algorithm": {**PPO["algorithm"], "num_mini_batches": 4}}))
