@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from flexrlhf.data.chat import ChatFormat
 from flexrlhf.data.examples import Example
 from flexrlhf.data.messages import Message
 from flexrlhf.data.turn_tokens import TurnTokens
-from flexrlhf.environments.base import EpisodeCall
+from flexrlhf.environments.base import EpisodeCall, ProgramTurn
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import tool_schemas
+from flexrlhf.serving.model_calls import ModelCall
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -55,6 +57,35 @@ def replies_of(config: str, row: Mapping[str, Any], turns: Sequence[str]) -> lis
 )
 def test_the_agent_is_rewarded_for_a_thing_that_the_guest_has_named(turns: list[str], replies: list[Any]) -> None:
     assert replies_of("agent.yaml", {"prompt": "Can I have another towel?"}, turns) == [("", 0), *replies]
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        ["I will bring you a new towel.", "You are welcome!"],
+        ["Somebody will bring your new towel."],
+        ["I will bring you a new key.", "Sorry."],
+    ],
+)
+def test_the_agent_that_is_a_program_has_the_replies_and_rewards_of_the_class(turns: list[str]) -> None:
+    pytest.importorskip("openai")
+    row = {"prompt": "Can I have another towel?"}
+    expected, episodes = replies_of("agent.yaml", row, turns), Episodes(environment_of("own-agent.yaml"), 1)
+    text, call = row["prompt"], EpisodeCall((0, 0), row, 7)
+    try:
+        for turn, (said, _) in zip((*turns, ""), expected, strict=True):
+            (reply,) = episodes.replies([call], 60.0)
+            assert reply.failure is None
+            if not reply.call:
+                break
+            text += said
+            assert ModelCall.read(reply.call).prompt == (text if not call.turns else said)
+            text += turn
+            turns_so_far = (*call.turns, ProgramTurn(turn).as_json)
+            call = replace(call, turns=turns_so_far, replied=(*call.replied, reply.digest))
+    finally:
+        episodes.close()
+    assert reply.is_done and reply.reward == sum(reward for _, reward in expected)
 
 
 def test_each_turn_of_the_word_game_has_a_reward() -> None:
