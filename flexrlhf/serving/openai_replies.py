@@ -37,28 +37,6 @@ def reply_message(call: ModelCall, reply: ModelReply) -> dict[str, Any]:
     return message
 
 
-def is_repeated(reply: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    """Return whether the ``message`` of a later call is a ``reply``, both as ``reply_message`` returns them.
-
-    Frameworks leave out reasoning, and write the arguments of calls anew: pydantic-ai without spaces.
-    """
-    found, expected = dict(message), dict(reply)
-    if not found.get("reasoning_content"):
-        expected.pop("reasoning_content", None)
-    calls, others = expected.pop("tool_calls", []), found.pop("tool_calls", [])
-    return found == expected and list(map(_parsed_call, calls)) == list(map(_parsed_call, others))
-
-
-def _parsed_call(call: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the id of a call, its function, and its arguments as values."""
-    function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        arguments = function["arguments"]
-    return call["id"], function["name"], arguments
-
-
 def reply_body(model: str, calls: Sequence[ModelCall], replies: Sequence[ModelReply]) -> str:
     """Return the JSON of the replies to the calls of a request."""
     if (first := calls[0]).prompt is None:

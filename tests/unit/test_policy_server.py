@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from flexrlhf.serving.model_calls import CalledFunction, CallRefused, ModelCall, ModelReply
-from flexrlhf.serving.openai_replies import is_repeated, reply_message
+from flexrlhf.serving.openai_replies import reply_message
 from flexrlhf.serving.policy_server import PolicyServer
+from flexrlhf.serving.sent_replies import same_reply
 
 KEY = "key-of-an-episode"
 WEATHER = {
@@ -142,13 +143,13 @@ def test_a_conversation_with_functions_is_read_as_chat_templates_take_it(of_a_ru
         *results,
     ]
     assert one != other and list(porter.calls[-1].messages) == expected
-    assert is_repeated(expected[2], porter.calls[-1].messages[2])
+    assert same_reply(porter.calls[-1].messages[2], called)
     for arguments, repeats in (('{"place":"Bern"}', True), ('{"place": "Basel"}', False), ("{", False)):
         for each in echoed["tool_calls"]:
             each["function"]["arguments"] = arguments
         echoed["reasoning_content"] = None
         client.send("/v1/chat/completions", changed(messages=[*question, echoed, *results], tools=[strict]))
-        assert is_repeated(expected[2], porter.calls[-1].messages[2]) == repeats
+        assert same_reply(porter.calls[-1].messages[2], called) == repeats
     client.send("/v1/chat/completions", changed(tools=[WEATHER], tool_choice="none"))
     assert porter.calls[-1].tools == ()
 
