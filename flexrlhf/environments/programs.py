@@ -137,7 +137,7 @@ class _Program:
         sequence = max(following, key=lambda each: len(each.replies), default=None)
         added = call if sequence is None else sequence.follows(call)
         assert added is not None, "a call that goes on adds something"
-        reply = EpisodeReply(call=added.text, refused_calls=self._take_refused())
+        reply = EpisodeReply(call=added.text)
         if sequence is None:
             sequence = self._new(reply.digest)
         if sequence is None:
@@ -166,7 +166,8 @@ class _Program:
             waiting.set_exception(_refusal(refusal, TOO_LONG if sequence is not None and sequence.is_full else None))
             return
         self._clock.cancel()
-        reply = replace(reply, tool_calls=len(sequence.given.calls) if sequence.given is not None else 0)
+        calls = 0 if sequence.given is None else len(sequence.given.calls)
+        reply = replace(reply, tool_calls=calls, refused_calls=self._take_refused())
         sequence.said, sequence.given, sequence.waiting = call, None, waiting
         sequence.replies.append(reply)
         self._give(sequence)
@@ -219,7 +220,6 @@ class _Program:
         # what is played again has been counted
         is_new = all(len(each.replies) >= len(each.record.replied) for each in self._sequences)
         self._refused, self._last_refusal = self._refused + is_new, sentence
-        self._start_clock()
 
     def _take_refused(self) -> int:
         refused, self._refused = self._refused, 0
@@ -372,9 +372,10 @@ class Programs:
         self._on_loop(lambda: self._programs[key].refuse(sentence) if key in self._programs else None)
 
     def forget(self, program: _Program) -> None:
-        """Leave an episode that has ended."""
-        self._programs.pop(program.key, None)
+        """Leave an episode that has ended; its program may still have to end."""
         self._by_episode.pop(program.episode, None)
+        if program.has_ended:
+            self._programs.pop(program.key, None)
 
     def cancel(self, program: _Program) -> None:
         """End a program; one that does not end in END_SECONDS costs its process."""
@@ -401,6 +402,8 @@ class Programs:
     def _end(self, outcome: Mapping[str, Any]) -> None:
         if (program := self._programs.get(outcome["key"])) is not None:
             program.end(outcome)
+            if self._by_episode.get(program.episode) is not program:
+                self._programs.pop(program.key, None)
 
     def _on_loop(self, action: Callable[[], object]) -> None:
         assert self._loop is not None, "a program has been called"

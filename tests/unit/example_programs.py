@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 Row = dict[str, Any]
@@ -91,6 +92,10 @@ def misbehaves(row: Row, api: Any) -> Any:
             time.sleep(60)
         case "exit":
             os._exit(3)
+        case "insist":
+            while True:
+                with suppress(urllib.error.HTTPError):
+                    say(api, [], "another conversation")
         case "forget":
             say(api, [], "another conversation")
         case "hot":

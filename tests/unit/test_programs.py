@@ -180,6 +180,7 @@ def test_conversations_that_begin_at_once_are_sequences_of_an_episode() -> None:
         ("forget", "raise", "environment.sequences is 1, and the messages go on with none of the earlier"),
         ("hot", "raise", "its last refused call: temperature"),
         ("sleep", "timeout", "took longer than 1.5 s"),
+        ("insist", "timeout", "took longer than 1.5 s"),
         ("exit", "crash", "exit code 3"),
     ],
 )
