@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from flexrlhf.config.plugins import named_reference
+from flexrlhf.config.plugins import SHIPPED, named_reference
 from flexrlhf.config.proxies import is_address
 from flexrlhf.config.secrets import hidden
 from flexrlhf.config.strict_model import LEAST_SECONDS, StrictModel
@@ -129,6 +129,9 @@ class EnvironmentSpec(StrictModel):
                 f"python is of a program on this machine, found {shown(self.python)} and path "
                 f"{shown(hidden(self.path))}; remove it"
             )
+        prefix = (self.path or "").partition(":")[0]
+        if self.api is not None and prefix in SHIPPED["environments"] and not f"{prefix}:".startswith(_PROGRAMS):
+            raise ValueError(f"api: {self.api} is of a program, and {shown(hidden(self.path))} has classes; remove it")
         if self.api is not None and (self.path is None or self.tools):
             tools = f"the tools {', '.join(self.tools)}; the program gives its own with each call" if self.tools else ""
             raise ValueError(f"api: {self.api} is of a program in path, found {tools or 'no path'}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from os.path import commonprefix
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from flexrlhf.config.data_settings import ControlUse
@@ -167,20 +168,21 @@ class ChatTemplate:
         except UserError:
             return ""
 
-    def check_reply(self, role: str) -> None:
-        """Raise UserError if a turn of ``role`` behind the assistant's is left out."""
-        if _NEXT not in self.after_turn([Message(role, _NEXT)]):
+    def check_reply(self, role: str, given: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Raise UserError if a turn of ``role`` behind the assistant's is left out. ``given``: its further keys."""
+        if _NEXT not in self.after_turn([Message(role, _NEXT, given)]):
             raise UserError(
                 f"the chat template leaves out a turn of the {role} behind one of the assistant's that is a text: name "
                 "another one in data.chat_template"
             )
 
-    def check_turns_stay(self, role: str) -> None:
-        """Raise UserError if an assistant's turn is rendered in another way once a turn of ``role`` follows."""
+    def check_turns_stay(self, role: str, given: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Raise UserError if an assistant's turn is rendered in another way once a turn of ``role`` follows, with
+        further keys ``given``."""
         for content in (_REPLY, _THOUGHTS + _REPLY):
             turns = (_PROBE[0], Message("assistant", content))
             begun, ended = self.render(turns[:1], generation=True), self.render(turns)
-            going_on = self.render((*turns, Message(role, _NEXT)), generation=True)
+            going_on = self.render((*turns, Message(role, _NEXT, given)), generation=True)
             # the next turn of another role may begin with another end
             stays = going_on.startswith(ended.removesuffix(self._end_of_last))
             if not (content in ended and ended.startswith(begun) and stays):

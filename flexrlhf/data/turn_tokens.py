@@ -50,18 +50,24 @@ class TurnTokens:
     """
 
     def __init__(
-        self, tokenizer: Any, chat: ChatFormat, bridge: bool = False, limits: TokenLimits | None = None
+        self,
+        tokenizer: Any,
+        chat: ChatFormat,
+        bridge: bool = False,
+        limits: TokenLimits | None = None,
+        is_of_calls: bool = False,
     ) -> None:
         """
         bridge:  whether a template that changes earlier turns is taken, too.
         limits:  of prompts; None: there are none.
+        is_of_calls: whether messages are of a program, whose keys a template may need: it is checked by the first ones.
         """
         self._tokenizer, self._chat, self._controls, self._limits = tokenizer, chat, ControlTokens(tokenizer), limits
         self._is_bridged, self._checked = bridge, set[str]()
         self._template = None if chat.use == "never" else ChatTemplate.of(tokenizer, chat, chat.tools)
         self._end = () if self._template is None else self._special_end(self._template.turn_end)
-        if self._template is not None:
-            self._check("tool" if chat.tools else "user")
+        if self._template is not None and not is_of_calls:
+            self._check(Message("tool" if chat.tools else "user", ""))
         self._cached_reply = lru_cache(_CACHED)(self._chat_reply)
         self._with_tools = lru_cache(_CACHED)(self._made_with_tools)
         self._around = lru_cache(self._text_around)
@@ -91,6 +97,13 @@ class TurnTokens:
             )
         return self._bounded(self._rendered(read_chat(list(messages), "messages"), (), "text"))
 
+    def chat_reply(
+        self, messages: Sequence[Mapping[str, Any]], is_ended: bool, end: int | None = None
+    ) -> tuple[int, ...]:
+        """Return the ids between a turn and the next one, as ``reply``, of messages with all of their keys."""
+        row = self._controls.mark_row(TextExample("", turns=read_chat(list(messages), "messages")), "text")
+        return self._cached_reply(row.turns, is_ended, end)
+
     def _bounded(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         if self._limits is None or len(ids) <= self._limits.max_prompt:
             return ids
@@ -115,7 +128,7 @@ class TurnTokens:
 
     def _made_with_tools(self, tools: str) -> TurnTokens:
         chat = replace(self._chat, tools=tuple(json.loads(tools)))
-        return TurnTokens(self._tokenizer, chat, self._is_bridged, self._limits)
+        return TurnTokens(self._tokenizer, chat, self._is_bridged, self._limits, is_of_calls=True)
 
     def written_call(self) -> str:
         """Return a turn that calls EXAMPLE, as the chat template writes it, without its end; empty without a template.
@@ -231,21 +244,21 @@ class TurnTokens:
     def _chat_reply(self, messages: Chat, is_ended: bool, end: int | None = None) -> tuple[int, ...]:
         assert self._template is not None, "a chat has a template"
         for message in messages:
-            self._check(message.role)
+            self._check(message)
         ids = self._encode_behind(self._template.after_turn(messages))
         # the end that was sampled stands for the template's
         ends = (self._end, (self._tokenizer.eos_token_id,), (end,)) if is_ended else ()
         return ids[next((len(end) for end in ends if end and ids[: len(end)] == end), 0) :]
 
-    def _check(self, role: str) -> None:
-        """Check once that the template writes a turn of ``role``, and leaves the turns before it as they are."""
+    def _check(self, message: Message) -> None:
+        """Check once for each role that the template writes such a turn, and leaves the turns before it as they are."""
         assert self._template is not None, "a chat has a template"
-        if role in self._checked:
+        if message.role in self._checked:
             return
-        self._template.check_reply(role)
+        self._template.check_reply(message.role, message.given)
         if not self._is_bridged:
-            self._template.check_turns_stay(role)
-        self._checked.add(role)
+            self._template.check_turns_stay(message.role, message.given)
+        self._checked.add(message.role)
 
     def _special_end(self, text: str) -> tuple[int, ...]:
         """Return the ids of a turn's end up to its first special token; none without one."""

@@ -104,6 +104,7 @@ class EpisodeCall:
     is_last:   whether no turn follows, so that the episode is closed
     replied:   digests of the earlier replies, the one of reset first: a replay must repeat them
     is_ended:  whether the episode ends here, after the reply to its last turn, for want of room for another
+    reason:    why its program can have no turn; with ``is_failed`` the episode has failed by it
     siblings:  turns and replies of all sequences of the episode of a program
     sequence:  number of this one among them
     """
@@ -115,6 +116,8 @@ class EpisodeCall:
     is_last: bool = False
     replied: tuple[int, ...] = ()
     is_ended: bool = False
+    reason: str = ""
+    is_failed: bool = False
     siblings: tuple[SequenceRecord, ...] = ()
     sequence: int = 0
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
-from inspect import isawaitable, iscoroutinefunction, signature
+from inspect import isasyncgenfunction, isawaitable, iscoroutinefunction, isgeneratorfunction, signature
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,12 @@ async def _awaited(value: Any) -> Any:
 
 def _check_called(program: Any, options: dict[str, Any]) -> None:
     """Raise BadReply for a program that could not be called."""
-    if not callable(program) or isinstance(program, type):
+    if (
+        not callable(program)
+        or isinstance(program, type)
+        or isasyncgenfunction(program)
+        or isgeneratorfunction(program)
+    ):
         raise BadReply(f"{program!r:.60} is no function run(row, api)")
     try:
         found = signature(program)

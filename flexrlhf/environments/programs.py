@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
+from queue import SimpleQueue
 from typing import Any, Literal
 
 from flexrlhf.environments import program_runner
@@ -35,12 +36,14 @@ from flexrlhf.environments.tool_calls import read_reply
 from flexrlhf.serving.model_calls import CalledFunction, CallRefused, ModelCall, ModelReply
 from flexrlhf.serving.policy_server import PolicyServer
 from flexrlhf.serving.sent_replies import same_reply
-from flexrlhf.user_code.call_failures import CallFailed, CallFailure
+from flexrlhf.user_code.call_failures import CallFailed, CallFailure, Caught
 
 END_SECONDS = 1.0
 """Time in which a program that is cancelled has to end, so that its process can go on with others."""
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code of a call of a conversation that can have no further turn."""
+_OF_JOB = ("FLEXRLHF_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""Beginnings of environment variables of a job."""
 MODEL = "policy"
 """Name of the policy."""
 
@@ -52,18 +55,22 @@ class _Sequence:
     record:   turns so far, of which the program may have received only some, and digests of the replies to them
     said:     the last call of the program
     given:    response to it; None: it has none yet
+    text:     of the turn that the response is of, with a stop string at its end
     waiting:  of the server, for that response
     replies:  of the program: its first call, and what it did after each turn
     is_full:  why it can have no further turn
-    was_refused: whether the program has called for one
+    is_limited: whether that is by a limit of the run
+    was_refused: whether the program has called for one, and that was by a limit
     """
 
     record: SequenceRecord = SequenceRecord()
     said: ModelCall | None = None
     given: ModelReply | None = None
+    text: str = ""
     waiting: Future[ModelReply] | None = None
     replies: list[EpisodeReply] = field(default_factory=list)
     is_full: str = ""
+    is_limited: bool = True
     was_refused: bool = False
 
     def follows(self, call: ModelCall) -> ModelCall | None:
@@ -72,12 +79,16 @@ class _Sequence:
         if said is None or given is None or said.tools != call.tools or (said.prompt is None) != (call.prompt is None):
             return None
         if call.prompt is not None:
-            before = f"{said.prompt}{given.content}"
-            return replace(call, prompt=call.prompt[len(before) :]) if call.prompt.startswith(before) else None
-        count = len(said.messages)
-        if len(call.messages) < count + 2 or call.messages[:count] != said.messages:
+            # the row has the stop string, which the program may write again
+            for before in (f"{said.prompt}{self.text}", f"{said.prompt}{given.content}"):
+                if call.prompt.startswith(before):
+                    return replace(call, prompt=call.prompt[len(before) :])
             return None
-        return replace(call, messages=call.messages[count + 1 :]) if same_reply(call.messages[count], given) else None
+        count = len(said.messages)
+        added = call.messages[count + 1 :]
+        # replies that the program has written itself are no turns
+        is_next = bool(added) and call.messages[:count] == said.messages and same_reply(call.messages[count], given)
+        return replace(call, messages=added) if is_next and all(each["role"] != "assistant" for each in added) else None
 
 
 class _Program:
@@ -103,10 +114,12 @@ class _Program:
         sequence = self._sequences[call.sequence]
         if len(call.turns) > len(sequence.record.turns):
             sequence.record = SequenceRecord(call.turns, call.replied)
-        if call.is_ended:
-            sequence.is_full = "data.max_response_tokens has no room for another turn of this conversation"
-        elif call.is_last:
-            sequence.is_full = f"environment.max_turns is {len(call.turns)}, which this conversation has had"
+        if call.is_failed:
+            self.fail(CallFailure("tokens", call.reason))
+        elif call.is_ended or call.is_last:
+            limits = "environment.max_turns, or data.max_response_tokens has no room for one"
+            sequence.is_full = call.reason or f"this conversation can have no further turn: {limits}"
+            sequence.is_limited = not call.reason
         self._give(sequence)
         while (found := self._found(sequence, call)) is None:
             await self._changed.wait()
@@ -133,7 +146,7 @@ class _Program:
             waiting.set_exception(_refusal("the episode has ended"))
             return
         # of several that begin alike the longest: the others have been left
-        following = [each for each in self._sequences if each.waiting is None and each.follows(call) is not None]
+        following = [each for each in self._sequences if each.waiting is None and self._goes_on(each, call)]
         sequence = max(following, key=lambda each: len(each.replies), default=None)
         added = call if sequence is None else sequence.follows(call)
         assert added is not None, "a call that goes on adds something"
@@ -148,19 +161,17 @@ class _Program:
                 sequence.waiting = waiting
                 return
         number = 0 if sequence is None else len(sequence.replies)
-        if sequence is None and any(each.record.replied and not each.replies for each in self._sequences):
+        if sequence is None and any(len(each.replies) < len(each.record.replied) for each in self._sequences):
             refusal = self._not_repeated()
         elif sequence is None:
             refusal = (
                 f"environment.sequences is {len(self._sequences)}, and the messages go on with none of the earlier "
                 f"conversations: send them as they were, or raise it"
             )
-        elif number < len(sequence.record.replied) and sequence.record.replied[number] != reply.digest:
-            refusal = self._not_repeated()
         else:
             # a program that is played again has had the turns before
             refusal = sequence.is_full if number >= len(sequence.record.turns) else ""
-            sequence.was_refused = bool(refusal)
+            sequence.was_refused = bool(refusal) and sequence.is_limited
         if sequence is None or refusal:
             self.refuse(refusal)
             waiting.set_exception(_refusal(refusal, TOO_LONG if sequence is not None and sequence.is_full else None))
@@ -172,6 +183,13 @@ class _Program:
         sequence.replies.append(reply)
         self._give(sequence)
         self._notify()
+
+    @staticmethod
+    def _goes_on(sequence: _Sequence, call: ModelCall) -> bool:
+        """Whether a call goes on with a conversation, as it did before if that is played again."""
+        added, number = sequence.follows(call), len(sequence.replies)
+        recorded = sequence.record.replied[number : number + 1]
+        return added is not None and recorded in ((), (EpisodeReply(call=added.text).digest,))
 
     def _new(self, digest: int) -> _Sequence | None:
         """Return the sequence of a conversation that begins: the recorded one that began alike, or the next one."""
@@ -187,10 +205,15 @@ class _Program:
         if number <= len(sequence.record.turns):
             assert sequence.said is not None, "a call that waits has been made"
             turn = ProgramTurn.read(sequence.record.turns[number - 1])
-            sequence.given = _response(turn, sequence.said, self._programs.tool_format)
+            with Caught("raise", "raised") as reading:
+                sequence.given, sequence.text = _response(turn, sequence.said, self._programs.tool_format), turn.text
+            if reading.failure is not None:
+                self.fail(reading.failure)
+                return
+            assert sequence.given is not None, "a turn without a failure has been read"
             waiting.set_result(sequence.given)
         elif sequence.is_full:
-            sequence.was_refused = True
+            sequence.was_refused = sequence.is_limited
             self.refuse(sequence.is_full)
             waiting.set_exception(_refusal(sequence.is_full, TOO_LONG))
         else:
@@ -233,13 +256,17 @@ class _Program:
         self.has_ended = True
         was_limited = any(each.was_refused for each in self._sequences)
         if "kind" not in outcome and not self.has_called:
-            self.fail(CallFailure("reply", "it returned before its first call of the policy"))
+            self.fail(CallFailure("reply", f"it returned before its first call of the policy{self._reason}"))
         elif "kind" in outcome and not was_limited:
-            reason = f"; its last refused call: {self._last_refusal}" if self._last_refusal else ""
-            self.fail(CallFailure(outcome["kind"], f"{outcome['text']}{reason}"))
+            self.fail(CallFailure(outcome["kind"], f"{outcome['text']}{self._reason}"))
         elif self._failure is None:
             self._reward = 0.0 if "kind" in outcome else outcome["reward"]
             self._stop("the episode has ended")
+
+    @property
+    def _reason(self) -> str:
+        """End of a sentence about a failure: what a call was refused for, if one was."""
+        return f"; its last refused call: {self._last_refusal}" if self._last_refusal else ""
 
     @property
     def has_called(self) -> bool:
@@ -361,8 +388,12 @@ class Programs:
             program = self._programs.get(key)
             if program is None:
                 waiting.set_exception(_refusal("the episode has ended"))
-            else:
+                return
+            with Caught("raise", "raised") as receiving:
                 program.receive(call, waiting)
+            if receiving.failure is not None:
+                program.fail(receiving.failure)
+                waiting.set_exception(_refusal(receiving.failure.text))
 
         self._on_loop(receive)
         return waiting.result()
@@ -422,13 +453,17 @@ class ProgramProcess:
         outcomes, write_outcomes = os.pipe()
         command = [python or sys.executable, "-P", program_runner.__file__, str(read_orders), str(write_outcomes)]
         try:
-            self._process = subprocess.Popen(command, pass_fds=(read_orders, write_outcomes), stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, pass_fds=(read_orders, write_outcomes), stdin=subprocess.DEVNULL, env=_environment()
+            )
         except OSError as error:
             raise CallFailed(CallFailure("start", f"{command[0]} could not be started: {error.strerror}")) from None
         finally:
             os.close(read_orders)
             os.close(write_outcomes)
-        self._orders, self.outcomes = os.fdopen(orders, "w", encoding="utf-8"), _lines(outcomes)
+        self._orders, self.outcomes = SimpleQueue[str | None](), _lines(outcomes)
+        # a process that reads no more holds up nobody
+        threading.Thread(target=self._write, args=(orders,), daemon=True).start()
         self.order({"reference": reference, "options": dict(options), **asdict(limits)})
         loaded = next(self.outcomes, None)
         if loaded is None:
@@ -438,15 +473,23 @@ class ProgramProcess:
 
     def order(self, order: Mapping[str, Any]) -> None:
         """Send an order; a process that has ended is noticed by its outcomes."""
-        with suppress(OSError):
-            self._orders.write(json.dumps(order, default=str) + "\n")
-            self._orders.flush()
+        self._orders.put(json.dumps(order, default=str) + "\n")
 
     def wait(self) -> int:
         """Wait for the end of the process, to which no order is sent any more; return its exit status."""
-        with suppress(OSError):
-            self._orders.close()
+        self._orders.put(None)
         return self._process.wait()
+
+    def _write(self, pipe: int) -> None:
+        with suppress(OSError), os.fdopen(pipe, "w", encoding="utf-8") as orders:
+            while (order := self._orders.get()) is not None:
+                orders.write(order)
+                orders.flush()
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment without the job's: a program is no rank, and has no secret of the job."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_JOB)}
 
 
 def _lines(pipe: int) -> Iterator[dict[str, Any]]:

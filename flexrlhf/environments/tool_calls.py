@@ -91,7 +91,9 @@ def _by_expression(text: str, expression: str) -> Iterator[CallRead]:
 
 def _text_parameters(function: Mapping[str, Any]) -> set[str]:
     """Return the parameters of a function that are texts, by its JSON schema."""
-    properties = (function.get("parameters") or {}).get("properties") or {}
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    properties = properties if isinstance(properties, Mapping) else {}
     return {name for name, schema in properties.items() if _types(schema) - {"null"} == {"string"}}
 
 
@@ -99,6 +101,6 @@ def _types(schema: Any) -> set[str]:
     """Return the types of a value by its schema."""
     if not isinstance(schema, Mapping):
         return set()
-    given = schema.get("type", ())
-    own = {given} if isinstance(given, str) else set(given)
-    return own.union(*(_types(each) for key in ("anyOf", "oneOf") for each in schema.get(key, ())))
+    given = schema.get("type")
+    own = {given} if isinstance(given, str) else {each for each in given or () if isinstance(each, str)}
+    return own.union(*(_types(each) for key in ("anyOf", "oneOf") for each in schema.get(key) or ()))

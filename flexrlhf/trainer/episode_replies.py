@@ -57,6 +57,7 @@ class RowReply:
     digest:   of the environment's reply.
     most_tokens, stops: of the turn that follows, as a program has called for it; None, (): it has no limits of its own.
     refused_calls: of a program since its reply before.
+    reason:   of a failure; empty without one.
     seconds:  that it took; None without a reply.
     """
 
@@ -69,6 +70,7 @@ class RowReply:
     most_tokens: int | None = None
     stops: tuple[str, ...] = ()
     refused_calls: int = 0
+    reason: str = ""
     seconds: float | None = None
 
 
@@ -170,6 +172,14 @@ class ReplySource:
             replace(call, replied=(*call.replied, replies[index].digest), is_ended=True)
             for index, call in ((index, requests[index].call) for index in cut)
         ]
+        # programs whose calls cannot be read have failed; a further conversation costs its call alone
+        failed = [
+            replace(each.call, replied=(*each.call.replied, reply.digest), reason=reply.reason, is_failed=True)
+            for each, reply in zip(requests, replies, strict=True)
+            if reply.reason and self._settings.api is not None and (each.room is not None or not each.call.sequence)
+        ]
+        if failed:
+            episodes.replies(failed, self._seconds)
         rest = self._replies(episodes, calls)
         for index, last in zip(cut, rest, strict=True):
             self._warn(last.failure)
@@ -207,7 +217,7 @@ class ReplySource:
             where = f"turn {call.number}" if call.number else "reset"
             failure = CallFailure("tokens", f"{self._settings.name}: step {step}, row {row}, {where}: {error}")
             self._warn(failure)
-            return _failed(made, failure)
+            return replace(_failed(made, failure), reason=str(error))
         has_room = room is None or len(tokens) < room
         return replace(made, tokens=tokens) if has_room else replace(made, state="no room")
 

@@ -135,13 +135,13 @@ class EnvironmentCaller:
 
         Raises UserError as ``prompt``.
         """
-        is_ended, is_chat, tokens, messages = end is not None, bool(example.turns), self.tokens, reply.messages
-        if reply.call:
-            call = ModelCall.read(reply.call)
-            is_chat, tokens = call.prompt is None, tokens.of_tools(call.tools)
-            said = [(each["role"], each["content"]) for each in call.messages]
-            messages = tuple(said) if call.prompt is None else (("", call.prompt),)
-        return tokens.reply(messages, is_ended=is_ended, is_chat=is_chat, end=end)
+        is_ended = end is not None
+        if not reply.call:
+            return self.tokens.reply(reply.messages, is_ended=is_ended, is_chat=bool(example.turns), end=end)
+        call = ModelCall.read(reply.call)
+        if call.prompt is not None:
+            return self.tokens.reply((("", call.prompt),), is_ended=is_ended, is_chat=False)
+        return self.tokens.of_tools(call.tools).chat_reply(call.messages, is_ended, end)
 
     def close(self) -> None:
         """End the processes of the environments."""
@@ -382,7 +382,7 @@ class _Episodes:
             self._begin(places, [reply])
         elif reply.state == failed_state("tokens"):
             # its program has an error in place of a turn
-            call = replace(self._call(place), replied=(reply.digest,), is_ended=True)
+            call = replace(self._call(place), replied=(reply.digest,), is_ended=True, reason=reply.reason)
             self._submit_further(place, Request(call, lambda _: (), room=0))
         else:
             return

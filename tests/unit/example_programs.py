@@ -58,6 +58,26 @@ def completions(row: Row, api: Any) -> float:
     return float(len(text))
 
 
+def reasons(row: Row, api: Any) -> float:
+    """Write the stop string that ended a turn, and what comes behind it."""
+    text = row["prompt"]
+    text += complete(api, "completions", prompt=text, stop=["Result:"])["text"] + "Result: 3"
+    complete(api, "completions", prompt=text)
+    return 1.0
+
+
+def branches(row: Row, api: Any, order: str = "ab") -> float:
+    """Go on with one text in two ways at once, the ways in an order of their beginnings."""
+    text = row["prompt"] + complete(api, "completions", prompt=row["prompt"])["text"]
+
+    def go_on(way: str) -> int:
+        time.sleep(0.3 * order.index(way))
+        return len(complete(api, "completions", prompt=f"{text} {way}")["text"][:1])
+
+    with ThreadPoolExecutor(2) as pool:
+        return float(sum(pool.map(go_on, "ab")))
+
+
 def without_end(row: Row, api: Any) -> float:
     """Talk until the policy says no more."""
     messages: list[Row] = []

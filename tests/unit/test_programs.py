@@ -59,6 +59,39 @@ def turn_of(call: EpisodeCall, reply: EpisodeReply, text: str, is_last: bool = F
     return replace(call, turns=(*call.turns, turn), replied=(*call.replied, reply.digest), is_last=is_last)
 
 
+class Conversations:
+    """Conversations of one episode, each of which is played by a thread: its turns are numbered texts."""
+
+    def __init__(self, episodes: Episodes, number: int) -> None:
+        self.episodes, self.turns = episodes, [list[str]() for _ in range(number)]
+        self.began, self.ended = [""] * number, list[EpisodeReply]()
+        self.records = [SequenceRecord()] * number
+
+    def play(self, number: int = 0) -> None:
+        """Play the conversation ``number``, and the ones that begin during it."""
+        call = EpisodeCall((0, number), {"prompt": "x"}, 7, sequence=number)
+        reply = self._reply(call)
+        self.began[number] = reply.call
+        others = list[threading.Thread]()
+        if reply.call and number + 1 < len(self.turns):
+            others.append(threading.Thread(target=self.play, args=(number + 1,)))
+            others[0].start()
+        while reply.call:
+            self.turns[number].append(f"{number}{len(call.turns)}")
+            said = ModelCall.read(reply.call)
+            call = turn_of(call, reply, (said.prompt or said.messages[-1]["content"])[-1] + "!")
+            self.records[number] = SequenceRecord(call.turns, call.replied)
+            reply = self._reply(call)
+        self.ended.append(reply)
+        for thread in others:
+            thread.join()
+
+    def _reply(self, call: EpisodeCall) -> EpisodeReply:
+        (reply,) = self.episodes.replies([replace(call, siblings=tuple(self.records))], SECONDS)
+        assert reply.failure is None, reply.failure
+        return reply
+
+
 @pytest.mark.parametrize("name", ["two_turns", "two_turns_at_once"])
 def test_a_call_is_a_reply_and_a_turn_its_response(name: str) -> None:
     """Messages that follow are those behind the policy's turn; another process plays the episode up to there."""
@@ -83,7 +116,8 @@ def test_a_call_is_a_reply_and_a_turn_its_response(name: str) -> None:
 
 
 def test_a_text_goes_on_with_its_limits() -> None:
-    """A stop string ends the text that the program receives; what it adds is what follows."""
+    """A stop string ends the text that the program receives; what it adds is what follows, also if it writes the stop
+    string itself, which the row has."""
     with playing(settings_of("completions")) as episodes:
         (call,), (begun,) = begin(episodes, ["a"])
         found = ModelCall.read(begun.call)
@@ -93,6 +127,36 @@ def test_a_text_goes_on_with_its_limits() -> None:
         assert ModelCall.read(reply.call).prompt == " 1:"
         (ended,) = episodes.replies([turn_of(call, reply, "e")], SECONDS)
         assert ended.reward == len("a 0:bc 1:e") and ended.is_done
+    with playing(settings_of("reasons")) as episodes:
+        (call,), (begun,) = begin(episodes, ["a"])
+        (reply,) = episodes.replies([turn_of(call, begun, " look Result:")], SECONDS)
+        assert ModelCall.read(reply.call).prompt == " 3"
+
+
+def test_a_program_whose_call_cannot_be_read_fails_at_once() -> None:
+    """Its rank says why; another conversation that it began in vain has the reason as its error."""
+    with playing(settings_of("two_turns", sequences=2)) as episodes:
+        (call,), (begun,) = begin(episodes, ["a"])
+        failed = replace(call, replied=(begun.digest,), reason="too long a prompt", is_failed=True)
+        further = replace(call, key=(0, 1), sequence=1)
+        for reply in episodes.replies([failed, further], SECONDS):
+            assert reply.failure is not None and reply.failure.kind == "tokens" and "too long" in reply.failure.text
+
+
+def test_a_branch_is_played_again_as_it_was() -> None:
+    """Of two calls that go on with one conversation the first one does; a replay has them in any order."""
+    with playing(settings_of("branches", sequences=2)) as episodes:
+        found = Conversations(episodes, 2)
+        found.play()
+        assert sorted(map(len, found.turns)) == [1, 2] and found.ended[0].reward == 2.0
+    own = found.records[0]
+    for order in ("ab", "ba"):
+        with playing(settings_of("branches", sequences=2, options={"order": order})) as episodes:
+            call = EpisodeCall(
+                (0, 0), {"prompt": "x"}, 7, own.turns, replied=own.replied, siblings=tuple(found.records)
+            )
+            (ended,) = episodes.replies([call], SECONDS)
+            assert (ended.reward, ended.failure) == (2.0, None)
 
 
 def test_a_program_has_an_interpreter_of_its_own(tmp_path: Path) -> None:
@@ -118,38 +182,6 @@ def test_a_program_that_can_have_no_further_turn_ends_by_itself_or_raises() -> N
             (reply,) = episodes.replies([call], SECONDS)
             (ended,) = episodes.replies([replace(call, replied=(*call.replied, reply.digest), is_ended=True)], SECONDS)
             assert (ended.reward, ended.is_done, ended.failure) == (reward, False, None)
-
-
-class Conversations:
-    """Conversations of one episode, each of which is played by a thread: its turns are numbered texts."""
-
-    def __init__(self, episodes: Episodes, number: int) -> None:
-        self.episodes, self.turns = episodes, [list[str]() for _ in range(number)]
-        self.began, self.ended = [""] * number, list[EpisodeReply]()
-        self.records = [SequenceRecord()] * number
-
-    def play(self, number: int = 0) -> None:
-        """Play the conversation ``number``, and the ones that begin during it."""
-        call = EpisodeCall((0, number), {"prompt": "x"}, 7, sequence=number)
-        reply = self._reply(call)
-        self.began[number] = reply.call
-        others = list[threading.Thread]()
-        if reply.call and number + 1 < len(self.turns):
-            others.append(threading.Thread(target=self.play, args=(number + 1,)))
-            others[0].start()
-        while reply.call:
-            self.turns[number].append(f"{number}{len(call.turns)}")
-            call = turn_of(call, reply, ModelCall.read(reply.call).messages[-1]["content"][-1] + "!")
-            self.records[number] = SequenceRecord(call.turns, call.replied)
-            reply = self._reply(call)
-        self.ended.append(reply)
-        for thread in others:
-            thread.join()
-
-    def _reply(self, call: EpisodeCall) -> EpisodeReply:
-        (reply,) = self.episodes.replies([replace(call, siblings=tuple(self.records))], SECONDS)
-        assert reply.failure is None, reply.failure
-        return reply
 
 
 def test_conversations_that_begin_at_once_are_sequences_of_an_episode() -> None:

@@ -61,6 +61,30 @@ def test_an_episode_has_the_ids_of_the_whole_chat(name: str, tokenizers: Any) ->
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_calls_of_a_program_have_the_ids_of_the_whole_chat(name: str, tokenizers: Any) -> None:
+    """First a whole conversation, then what follows the turn of the policy."""
+    tokenizer = tokenizers[name]
+    tokens = TurnTokens(tokenizer, ChatFormat())
+    prompt = tokens.chat_prompt(chat(QUESTION))
+    ended = tokens.prompt(row_of(QUESTION), ()), tokens.reply([("user", NEXT)], is_ended=False)
+    assert (prompt, tokens.chat_reply([{"role": "user", "content": NEXT}], is_ended=False)) == ended
+
+
+def test_ids_of_calls_reach_a_template_that_needs_them(tokenizers: Any) -> None:
+    """As Mistral's does, which refuses a result without one."""
+    template = """{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}
+{%- if m.role == 'tool' and m.tool_call_id | length != 9 %}{{ raise_exception('ids have 9 letters') }}{% endif %}
+{{- '[' + m.role + (m.tool_call_id or '') + ']' + m.content }}{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+    tokenizer = tokenizers["qwen2_5"]
+    tokens = TurnTokens(tokenizer, ChatFormat(template=template)).of_tools(SCHEMAS)
+    found = tokens.chat_reply([{"role": "tool", "content": "4", "tool_call_id": "abcdefghi"}], is_ended=False)
+    assert tokenizer.decode(found) == "[toolabcdefghi]4[assistant]"
+    with pytest.raises(UserError, match="ids have 9 letters"):
+        tokens.chat_reply([{"role": "tool", "content": "4", "tool_call_id": "a"}], is_ended=False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_messages_are_read_out_of_the_ids_of_a_reply(name: str, tokenizers: Any) -> None:
     """Whichever part of the end was sampled, and whatever the template writes around them."""
     tokens = TurnTokens(tokenizers[name], ChatFormat())
