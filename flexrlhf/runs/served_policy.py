@@ -174,15 +174,18 @@ class TransformersSampler:
                 row.response.cancel()
 
     def _sample(self, rows: Sequence[_SampledRow]) -> None:
-        width = max(len(row.prompt) for row in rows)
+        width, most = max(len(row.prompt) for row in rows), max(row.most for row in rows)
+        if self.positions is not None and len(rows) > 1 and width + most > self.positions:
+            # rows that have ended decode on, and would pass the last position
+            for row in rows:
+                self._sample([row])
+            return
         ids = [[self._pad] * (width - len(row.prompt)) + list(row.prompt) for row in rows]
         mask = [[0] * (width - len(row.prompt)) + [1] * len(row.prompt) for row in rows]
         self._model.generate(
             torch.tensor(ids, device=self._model.device),
             attention_mask=torch.tensor(mask, device=self._model.device),
-            generation_config=GenerationConfig(
-                max_new_tokens=max(row.most for row in rows), do_sample=False, pad_token_id=self._pad
-            ),
+            generation_config=GenerationConfig(max_new_tokens=most, do_sample=False, pad_token_id=self._pad),
             logits_processor=LogitsProcessorList([_RowSampling(rows)]),
             stopping_criteria=StoppingCriteriaList([_RowEnds(rows)]),
         )

@@ -15,13 +15,21 @@ import httpx
 import pytest
 import torch
 from small_models import TINY
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
 from flexrlhf.data.quickstart.corpus import build_tokenizer
+from flexrlhf.engines.base import Sampling
 from flexrlhf.errors import UserError
-from flexrlhf.runs.served_policy import ServedPolicy, load_policy
+from flexrlhf.runs.served_policy import ServedPolicy, TransformersSampler, load_policy
 from flexrlhf.serving.model_calls import ModelCall
 from flexrlhf.serving.policy_server import PolicyServer
 
@@ -110,6 +118,19 @@ def test_sampling_follows_from_the_request_alone(client: Any, served: tuple[str,
     stopped = client.completions.create(model="tiny", prompt="one", max_tokens=12, seed=0, stop=[words[2], "nothing"])
     assert stopped.choices[0].text == whole[: whole.index(words[2])] and stopped.choices[0].finish_reason == "stop"
     assert served[1].num_calls > 16
+
+
+def test_a_long_and_a_short_prompt_are_served_together() -> None:
+    """By a model with learned positions, behind the last of which none of them goes."""
+    torch.manual_seed(0)
+    served = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=32, n_embd=8, n_layer=1, n_head=1)).eval()
+    sampling = Sampling(3, 0, 1.0, (), 0, num_ids=20)
+    prompts = [(range(1, 9), 24), ([5] * 30, 2)]
+    together = TransformersSampler(served, 0, 4)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda each: together.sample(list(each[0]), sampling, each[1]), prompts))
+    assert [len(each) for each in found] == [24, 2]
+    assert found == [TransformersSampler(served, 0, 1).sample(list(ids), sampling, most) for ids, most in prompts]
 
 
 def test_prompts_are_scored_as_lm_eval_reads_them(client: Any, model: Path) -> None:
