@@ -15,13 +15,16 @@ from flexrlhf.config.user_paths import UserPath, user_path
 from flexrlhf.errors import nearest, shown
 
 _SERVER = "openenv:"
+_FILE = re.compile(r"\.py:\w+$")
+"""End of a reference to code in a file."""
 _PROGRAMS = ("verifiers:",)
 """Beginnings of the paths of packages whose episodes are programs that call the policy."""
 
 
 def _environment_path(path: str) -> str:
-    """Return ``path``, of which the address of a server is no path."""
-    return path if path.startswith(_SERVER) or is_address(path) else named_reference("environments", user_path(path))
+    """Return ``path``, of which the address of a server is no path; that of a file is none of a server."""
+    is_server = path.startswith(_SERVER) or (is_address(path) and not _FILE.search(path))
+    return path if is_server else named_reference("environments", user_path(path))
 
 
 class EnvironmentSpec(StrictModel):
