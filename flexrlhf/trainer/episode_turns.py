@@ -28,7 +28,7 @@ from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import with_known_form
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import Column
-from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED, failed_state
+from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.runs.recorded_columns import RecordedColumns
@@ -380,7 +380,7 @@ class _Episodes:
             places = self._rows.taken.new_tensor([place])
             self._learn(places, [reply])
             self._begin(places, [reply])
-        elif reply.state == failed_state("tokens"):
+        elif reply.reason:
             # its program has an error in place of a turn
             call = replace(self._call(place), replied=(reply.digest,), is_ended=True, reason=reply.reason)
             self._submit_further(place, Request(call, lambda _: (), room=0))
