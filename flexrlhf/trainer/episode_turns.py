@@ -196,7 +196,7 @@ class _Episodes:
         awaiting = rows.awaits_reply(self._turn_tokens)
         new = (awaiting & ~rows.has_begun).nonzero().squeeze(1).tolist()
         self._submit([(place, Request(self._call(place), self._encode_prompt(place))) for place in new], self._begin)
-        # a process that has not called for these turns is told again how far they may go
+        # limits of turns that were called for before this process began
         is_known = caller.settings.api is None
         unknown = [] if is_known else [each for each in begun if self._key(each) not in caller.limits]
         self._submit([(each, self._repeated(each)) for each in unknown if not awaiting[each]], self._learn)
@@ -405,19 +405,22 @@ class _Episodes:
         if self._run.model.replica.is_first:
             caller.times.add_refused(step, sum(each.refused_calls for each in replies))
         if caller.settings.api is not None:
+            assert isinstance(self._turn_tokens, Tensor), "turns of programs have limits of their own"
             for place, reply in zip(places.tolist(), replies, strict=True):
                 caller.limits[self._key(place)] = TurnLimits(reply.most_tokens, reply.stops)
-            self._turn_tokens = self._limits_of_turns()
+                self._turn_tokens[place] = self._limit_of(place)
 
     def _limits_of_turns(self) -> TurnLimit:
         """Return the most tokens of the turns of rows."""
-        caller, longest = self._caller, self._rows.context.shape[1]
-        own = caller.settings.turn_tokens
-        if caller.settings.api is None:
-            return own
-        found = [caller.limits.get(self._key(place)) for place in range(len(self._taken))]
-        most = [longest if each is None or each.tokens is None else each.tokens for each in found]
-        return self._rows.batch.rows.new_tensor(most).clamp(max=longest if own is None else own)
+        if self._caller.settings.api is None:
+            return self._caller.settings.turn_tokens
+        return self._rows.batch.rows.new_tensor([self._limit_of(place) for place in range(len(self._taken))])
+
+    def _limit_of(self, place: int) -> int:
+        """Return the most tokens of the turn of a program's row."""
+        called = self._caller.limits.get(self._key(place))
+        limits = (self._caller.settings.turn_tokens, None if called is None else called.tokens)
+        return min([self._rows.context.shape[1], *(each for each in limits if each is not None)])
 
     def _repeated(self, place: int) -> Request:
         """Return the request for the last reply that a row has received."""
