@@ -19,7 +19,6 @@ from flexrlhf.cli.run import check_scores
 from flexrlhf.errors import RunStopped
 from flexrlhf.guideline.simulation.compare import Comparison, TimePair
 from flexrlhf.guideline.simulation.simulation_text import format_comparison
-from flexrlhf.text import bytes_text
 
 Invoke = Callable[..., Result]
 A100 = ("--set", "cluster={nodes: [{devices: 2, class: A100-80G}]}", "--placement-ratio", "[1,1,0.5,0.5]")
@@ -586,11 +585,6 @@ def test_a_placement_is_not_chosen_by_several_processes(
     sentence = refused(invoke(*auto))
     assert sentence.startswith("placement: auto of test would be chosen by each of several processes")
     assert "`flexrlhf advise CONFIG -o FILE`" in sentence
-
-
-def test_bytes_go_up_to_terabytes() -> None:
-    sizes = (999.4e9, 999.6e9, 6.66e13, 1.5e15)
-    assert [bytes_text(int(size)) for size in sizes] == ["999 GB", "1 TB", "66.6 TB", "1500 TB"]
 
 
 @pytest.mark.parametrize("error", [-1e-6, 0.0, 1e-6])

@@ -20,7 +20,6 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
 BOS, EOS, PAD = 1, 2, 0
 RESPONSES = {"chosen": "yes", "rejected": "no"}
 
@@ -372,25 +371,6 @@ def test_seeds_and_epochs_differ_and_the_order_is_fixed() -> None:
 
 
 # --- real data, where present
-
-
-@pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the folder shared/data is absent")
-@pytest.mark.parametrize(
-    ("name", "needs", "count"),
-    [("hh_pairs.jsonl.gz", "pairs", 1500), ("alpaca.json", "responses", 999), ("gsm8k.jsonl", "responses", 1000)],
-)
-def test_every_row_of_the_real_data_loads(name: str, needs: Needs, count: int) -> None:
-    examples = load(REAL_DATA / name, needs, max_prompt_tokens=10_000, max_response_tokens=10_000)
-    assert len(examples) == count
-    assert all(len(example.prompt) > 2 and all(example.finished) for example in examples)
-
-
-@pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the folder shared/data is absent")
-def test_real_dialogues_end_at_the_turn_of_the_assistant() -> None:
-    for row in read_rows(REAL_DATA / "hh_pairs.jsonl.gz"):
-        text = text_of(row, "pairs")
-        assert text.prompt.endswith("\n\nAssistant:")
-        assert not any("\n\nHuman:" in response for response in text.responses)
 
 
 def test_a_text_of_pretraining_needs_no_bos(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Needs
 
 FORMS = Path(__file__).parents[1] / "fixtures" / "forms"
-REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
 OWN = RowLayout({"prompt": "problem", "response": "solution"})
 
 
@@ -428,12 +427,3 @@ def test_texts_as_chats() -> None:
 
 
 # --- real data, where present
-
-
-@pytest.mark.skipif(not REAL_DATA.is_dir(), reason="the folder shared/data is absent")
-def test_published_pairs_in_the_form_of_sharegpt() -> None:
-    texts = TextRows.usable(REAL_DATA / "dpo_pairs.json", needs="pairs")
-    assert len(texts) == 300
-    for text in texts:
-        assert text.turns[-1].role == "user" and [len(chat) for chat in text.completions] == [1, 1]
-        assert all(chat[0].role == "assistant" and chat[0].content for chat in text.completions)

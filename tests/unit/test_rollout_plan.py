@@ -18,7 +18,6 @@ from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout, received_share
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.model_checks import check_run_engines
-from flexrlhf.plan.overlap import overlapping_operators
 from flexrlhf.plan.pipeline import ResolvedSpec
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
@@ -84,14 +83,6 @@ def test_without_shadows_the_engine_sits_where_the_actor_does(placement: Any) ->
     assert (engine.engine, engine.role, engine.trained) == ("vllm", "actor", False)
     assert not plan.placement.shadows and plan.placement.followers == (engine,)
     assert plan.strategy == plan_of(placement, 4).strategy
-
-
-def test_a_vector_of_six_begins_with_the_engine() -> None:
-    plan = plan_of([0.25, 0.5, 0.5, 0.25, 0.5, 0.5], 4, VLLM)
-    assert tuple(model.name for model in plan.placement.models) == NAMES
-    assert plan.placement["actor.rollout"].ranks == (2,)
-    assert {model.name for model in plan.placement.shadows} == {"actor.rollout", "critic.shadow"}
-    assert plan.strategy == "disaggregated"
 
 
 def test_the_mapping_form_names_the_engine() -> None:
@@ -601,15 +592,6 @@ def test_the_printed_plan_says_how_often_they_are_compared() -> None:
     assert "every" not in line("rollout.parity.every=1")
 
 
-def test_no_column_travels_that_is_only_written_sometimes() -> None:
-    """A Move is in every step, so its columns must be, too."""
-    for overrides in ((), (IMPORTANCE,), ("rollout.tp=2",), (LAG,)):
-        plan = plan_of(SIX, 4, VLLM, "rollout.parity.every=2", *overrides)
-        rare = {column for run in runs(plan) if run.operator.every > 1 for column in run.operator.writes}
-        moved = {column for x in plan.schedule.instructions if isinstance(x, Move) for column in x.columns}
-        assert not rare & moved
-
-
 # --- chunks
 
 
@@ -623,18 +605,6 @@ def test_training_streams_unless_the_trained_copy_must_score_before_it_changes()
         streamed = chunked(plan_of(SIX, 2, VLLM, *STREAM, *overrides))
         assert "train_actor" not in streamed
         assert {"generate", "advantages", "train_critic"} <= streamed
-
-
-def test_the_gate_looks_at_the_whole_step() -> None:
-    for placement in (None, SIX):
-        assert not {"parity", "train_actor"} & chunked(plan_of(placement, 2, VLLM, *STREAM))
-
-
-def test_log_probs_that_training_starts_from_stand_before_all_training_of_their_role() -> None:
-    for placement, overrides in ((None, (VLLM,)), (SIX, (VLLM,)), (SIX, (VLLM, IMPORTANCE)), (SIX, (IMPORTANCE,))):
-        names = [run.operator.name for run in runs(plan_of(placement, 2, *STREAM, *overrides))]
-        first = names.index("train_actor")
-        assert not {"logprobs", "trainer_logprobs", "parity"} & set(names[first:])
 
 
 def ahead_of(plan: Plan) -> list[list[range]]:
@@ -670,14 +640,6 @@ def test_a_rank_does_what_it_can_before_it_waits_for_its_child() -> None:
 
 
 # --- the rest of the schedule
-
-
-def test_the_weights_of_an_engine_beside_the_actor_come_after_all_training() -> None:
-    instructions = plan_of(None, 2, VLLM).schedule.instructions
-    kinds = [type(x).__name__ for x in instructions]
-    assert kinds[-4:] == ["Save", "Save", "Reload", "Sync"]
-    sync = next(x for x in instructions if isinstance(x, Sync))
-    assert sync.is_in_place and sync.ranks == (0, 1) and sync.every == 1
 
 
 def test_what_is_synced_in_place_needs_no_group() -> None:
@@ -721,15 +683,3 @@ def test_a_lag_is_shorter_than_the_run() -> None:
         "schedule.lag: 4 in a run of 3 steps, so every batch would be generated with the first weights; use at most "
         "2, or more steps"
     )
-
-
-def test_an_engine_apart_generates_while_the_last_batch_trains() -> None:
-    lines = overlapping_operators(plan_of(SIX, 2, VLLM, LAG, IMPORTANCE, RECOMPUTE).schedule)
-    assert "generate" in lines[-1] and lines[-1].startswith("logprobs, advantages, train_actor, train_critic with")
-
-
-def test_the_printed_plan_shows_the_engine() -> None:
-    text = format_plan(plan_of(SIX, 4, VLLM, "rollout.process=child"))
-    assert "vllm dp 2 child process" in text and "follows actor" in text
-    text = format_plan(plan_of(None, 4, VLLM, "rollout.tp=2", "rollout.dtype=bfloat16"))
-    assert "vllm dp 2 tp 2 bfloat16" in text and "in place  0 B" in text

@@ -23,7 +23,6 @@ from flexrlhf.plan.overlap import overlapping_operators
 from flexrlhf.plan.pipeline import make_plan, make_plans
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.plan.schedule_text import schedule_table
 from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Save, Sync
 from flexrlhf.text import rank_marks, span_of
 
@@ -36,7 +35,6 @@ SIX_APART = [0.25] * 6
 CHUNKS = ("algorithm.num_mini_batches=4", "schedule.num_chunks=4")
 STREAM = (*CHUNKS, "algorithm.whiten=mini_batch")
 LAG = "schedule.lag=1"
-VLLM = "rollout.engine=vllm"
 OPERATORS = [
     "generate on actor",
     "logprobs on actor",
@@ -49,18 +47,6 @@ OPERATORS = [
 ]
 
 
-def shown(plan: Plan) -> list[str]:
-    """``##  run  generate on actor``, without chunks and bytes."""
-    lines = []
-    for x in plan.schedule.instructions:
-        marks, primitive = (
-            rank_marks(x.ranks, plan.placement.num_ranks),
-            f"  {x.primitive}" if isinstance(x, Move) else "",
-        )
-        lines.append(f"{marks}  {x.kind}  {x.label}{primitive}")
-    return lines
-
-
 def runs(plan: Plan) -> list[Run]:
     return [x for x in plan.schedule.instructions if isinstance(x, Run)]
 
@@ -70,98 +56,6 @@ def moves(plan: Plan) -> list[Move]:
 
 
 # --- the order
-
-
-def test_the_schedule_of_interleaving() -> None:
-    """Both moves stand before the first reader of their wave, so that the halves overlap."""
-    assert shown(whole_plan_of([1, 1, 0.5, 0.5], 2)) == [
-        "##  run  generate on actor",
-        "##  move  tokens, attention_mask actor -> ref, reward  all_gather",
-        "##  run  logprobs on actor",
-        "#.  run  ref_logprobs on ref",
-        ".#  run  scores on reward",
-        "##  run  values on critic",
-        "##  move  ref_logprobs, scores ref, reward -> actor  all_to_all",
-        "##  run  advantages on actor",
-        "##  run  train_actor on actor",
-        "##  run  train_critic on critic",
-        "#.  save  actor",
-        "#.  save  critic",
-    ]
-
-
-def test_the_schedule_of_an_engine_beside_the_actor() -> None:
-    """It sleeps from its last answer to its Sync, which the actor's own ranks do in place."""
-    assert shown(plan_of([1, 1, 0.5, 0.5], 2, VLLM)) == [
-        "##  run  generate on actor.rollout",
-        "##  offload  actor.rollout",
-        "##  move  tokens, attention_mask actor.rollout -> ref, reward  all_gather",
-        "##  run  logprobs on actor",
-        "#.  run  ref_logprobs on ref",
-        ".#  run  scores on reward",
-        "##  run  values on critic",
-        "##  move  ref_logprobs, scores ref, reward -> actor  all_to_all",
-        "##  run  advantages on actor",
-        "##  run  parity on actor",
-        "##  run  train_actor on actor",
-        "##  run  train_critic on critic",
-        "#.  save  actor",
-        "#.  save  critic",
-        "##  reload  actor.rollout",
-        "##  sync  weights actor -> actor.rollout",
-    ]
-
-
-def test_the_schedule_of_an_engine_apart_with_a_correction() -> None:
-    """What the loss is corrected with moves with the rest; the log-probs of the trained copy never leave it."""
-    assert shown(whole_plan_of(SIX, 2, VLLM, LAG, "algorithm.importance={}")) == [
-        ".#  run  generate on actor.rollout",
-        ".#  run  ref_logprobs on ref",
-        ".#  run  scores on reward",
-        ".#  run  values on critic.shadow",
-        "#.  run  logprobs on actor",
-        "#.  run  advantages on actor",
-        "#.  run  parity on actor",
-        "#.  run  train_actor on actor",
-        "##  sync  weights actor -> actor.rollout",
-        "#.  run  train_critic on critic",
-        "##  sync  weights critic -> critic.shadow",
-        "##  move  tokens, attention_mask, values actor.rollout, critic.shadow -> actor, critic  point_to_point",
-        "##  move  response_mask, finished, policy_version, rollout_logprobs, ref_logprobs, scores "
-        "actor.rollout, ref, reward -> actor  point_to_point",
-        "#.  save  actor",
-        "#.  save  critic",
-    ]
-
-
-def test_on_eight_ranks_both_moves_are_all_to_all() -> None:
-    plan = whole_plan_of([1, 1, 0.5, 0.5], 8, "algorithm.prompts_per_step=64")
-    assert [move.primitive for move in moves(plan)] == ["all_to_all", "all_to_all"]
-
-
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_co_located_has_eight_runs_and_no_move(devices: int) -> None:
-    plan = whole_plan_of([1, 1, 1, 1], devices)
-    assert plan.strategy == "co-located"
-    assert [run.label for run in runs(plan)] == OPERATORS
-    assert not moves(plan)
-    assert all(len(run.ranks) == devices for run in runs(plan))
-
-
-@pytest.mark.parametrize(
-    ("placement", "devices"), [([1, 1, 0.5, 0.5], 2), ([0.5] * 4, 2), (SIX, 2), (SIX_APART, 4), ([1] * 4, 3)]
-)
-def test_every_strategy_runs_every_operator_once(placement: list[float], devices: int) -> None:
-    names = [run.operator.name for run in runs(whole_plan_of(placement, devices))]
-    assert sorted(names) == sorted(label.split()[0] for label in OPERATORS)
-
-
-def test_with_shadows_inference_runs_on_the_copies() -> None:
-    models = {run.operator.name: run.model for run in runs(whole_plan_of(SIX, 2))}
-    assert models["generate"] == models["logprobs"] == models["advantages"] == "actor.shadow"
-    assert models["values"] == "critic.shadow"
-    assert models["train_actor"] == "actor"
-    assert models["train_critic"] == "critic"
 
 
 def test_all_moves_of_a_wave_stand_before_its_runs() -> None:
@@ -291,17 +185,6 @@ def test_chunks_end_at_a_barrier(
     assert chunks_of(plan) == {name: [0, 1, 2, 3] if name in chunked else [None] for name in chunks_of(plan)}
 
 
-def test_without_shadows_training_stands_behind_all_inference() -> None:
-    for placement in ([1] * 4, [1, 1, 0.5, 0.5], [0.5] * 4):
-        names = [run.operator.name for run in runs(whole_plan_of(placement, 2, *STREAM))]
-        assert set(names[-2:]) == set(TRAINING)
-
-
-def test_a_barrier_waits_for_the_last_chunk() -> None:
-    names = [(run.operator.name, run.chunk) for run in runs(whole_plan_of(SIX, 2, *CHUNKS))]
-    assert names[-3:] == [("advantages", None), ("train_actor", None), ("train_critic", None)]
-
-
 def test_the_plan_says_what_a_barrier_keeps_from_streaming() -> None:
     assert "not chunked: advantages, train_actor, train_critic" in format_plan(whole_plan_of(SIX, 2, *CHUNKS))
     assert "not chunked" not in format_plan(whole_plan_of(SIX, 2, *STREAM))
@@ -392,33 +275,6 @@ def test_instructions_are_due_after_each_so_many_batches_and_operators_before(
     assert [step for step in range(-2, steps + 2) if instruction.due(step, steps)] == due
 
 
-@pytest.mark.parametrize("settings", [(), STREAM])
-def test_a_sync_stands_behind_the_last_train_of_its_role(settings: tuple[str, ...]) -> None:
-    plan = whole_plan_of(SIX_APART, 4, *settings)
-    tail = [x.label for x in plan.schedule.instructions][-6:]
-    assert tail == [
-        "train_actor on actor",
-        "weights actor -> actor.shadow",
-        "train_critic on critic",
-        "weights critic -> critic.shadow",
-        "actor",
-        "critic",
-    ]
-
-
-def test_save_and_eval_default_to_the_last_step() -> None:
-    plan = whole_plan_of([1] * 4, 2, "eval.path=held_out.jsonl", "steps=5")
-    closing = [x for x in plan.schedule.instructions if isinstance(x, Save | Eval)]
-    assert [type(x) for x in closing] == [Eval, Save, Save]
-    for instruction in closing:
-        assert [step for step in range(5) if instruction.due(step, 5)] == [4]
-
-
-def test_the_table_says_how_often() -> None:
-    table = "\n".join(schedule_table(whole_plan_of(SIX, 2, "sync.every=3", "save.every=2", "steps=5", LAG)))
-    assert all(words in table for words in ("every 3 steps", "every 2 steps", "of the last batch"))
-
-
 # --- overlap
 
 TRAINING_WITH = "train_actor, train_critic with"
@@ -467,19 +323,6 @@ def test_models_apart_overlap_more() -> None:
 
 
 # --- process groups
-
-PLANS = [([1] * 4, 4, ()), ([1, 1, 0.5, 0.5], 4, CHUNKS), (SIX, 4, (LAG,)), (SIX_APART, 8, STREAM)]
-
-
-@pytest.mark.parametrize(("placement", "devices", "settings"), PLANS)
-def test_no_group_serves_two_purposes(placement: list[float], devices: int, settings: tuple[str, ...]) -> None:
-    plan = whole_plan_of(placement, devices, *settings)
-    assert len(set(plan.groups)) == len(plan.groups)
-    groups = {(group.purpose, group.ranks) for group in plan.groups}
-    wanted = {(f"compute {model.name}", model.ranks) for model in plan.placement.models}
-    wanted |= {("move", move.ranks) for move in moves(plan)}
-    wanted |= {(f"sync {x.source}", x.ranks) for x in plan.schedule.instructions if isinstance(x, Sync)}
-    assert groups == {(purpose, ranks) for purpose, ranks in wanted if len(ranks) > 1}
 
 
 def test_one_rank_needs_no_group() -> None:

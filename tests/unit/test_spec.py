@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
 from small_runs import PPO, spec_of
 
-from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm
+from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementEntry, PlacementMap
@@ -21,7 +19,6 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import SpecFile, load_spec
 from flexrlhf.config.yaml_io import read_yaml, write_yaml
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.operators.graph import Graph
 
 SIX = ("actor.shadow", "critic.shadow", "actor", "critic", "ref", "reward")
 
@@ -234,28 +231,10 @@ def test_the_largest_values_are_taken() -> None:
     assert spec.models.actor.optimizer.betas == (0, 0.999)
 
 
-def test_a_model_is_found_by_its_role() -> None:
-    models = spec_of().models
-    assert models.of("actor") is models.actor is not None
-    assert models.of("critic") is None
-
-
-def test_every_algorithm_has_a_graph() -> None:
-    assert "ppo" in ALGORITHMS
-    for kind in get_args(AnyAlgorithm):
-        assert isinstance(kind().step_graph(), Graph)
-
-
 @pytest.mark.parametrize("key", ["name", "algorithm", "models", "data"])
 def test_a_required_key_is_named_when_missing(key: str) -> None:
     with pytest.raises(UserError, match=key):
         Spec.parse({name: value for name, value in PPO.items() if name != key})
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 3, 6])
-def test_chunks_that_divide_the_mini_batches_are_taken(chunks: int) -> None:
-    spec = spec_of(None, 2, "algorithm.num_mini_batches=6", f"schedule.num_chunks={chunks}")
-    assert spec.schedule.num_chunks == chunks
 
 
 def test_other_chunks_are_refused_with_those_that_divide() -> None:
@@ -292,28 +271,6 @@ def model_of(*overrides: str) -> ModelSpec:
     model = spec_of(None, 2, *overrides).models.actor
     assert model is not None
     return model
-
-
-def test_the_optimizer_of_a_model_that_names_none() -> None:
-    optimizer = model_of().optimizer
-    assert (optimizer.name, optimizer.schedule, optimizer.warmup_steps) == ("adamw", "constant", 0)
-    assert (optimizer.learning_rate, optimizer.betas, optimizer.eps) == (1e-6, (0.9, 0.95), 1e-8)
-    assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0, 1)
-
-
-def test_every_field_of_the_optimizer_is_read() -> None:
-    written = {
-        "name": "sgd",
-        "learning_rate": 0.5,
-        "schedule": "cosine",
-        "warmup_steps": 3,
-        "final_ratio": 0.25,
-        "betas": [0.5, 0.75],
-        "eps": 0.25,
-        "weight_decay": 0.1,
-        "max_grad_norm": None,
-    }
-    assert model_of(f"{OPTIMIZER}={json.dumps(written)}").optimizer.model_dump(mode="json") == written
 
 
 @pytest.mark.parametrize(
@@ -414,44 +371,7 @@ def test_a_shadow_may_undo_what_its_role_sets() -> None:
     assert (model.of_shadow.zero, model.of_shadow.tp) == (0, 1)
 
 
-@pytest.mark.parametrize("shadow", ["null", "{}", "{zero: 0}", SHADOW])
-def test_a_dumped_shadow_loads_as_the_same_shadow(shadow: str) -> None:
-    spec = spec_of(None, 2, f"models.actor.shadow={shadow}", "models.actor.zero=3", "models.actor.lora={rank: 3}")
-    again = Spec.parse(read_yaml(spec.dump()))
-    assert again == spec
-    assert again.models.actor is not None and spec.models.actor is not None
-    assert again.models.actor.of_shadow == spec.models.actor.of_shadow
-
-
 # --- there and back
-
-FORMS = [
-    "null",
-    "[1, 1, 0.375, 1/3]",
-    "{actor: 1, critic: 1, ref: 0.1, reward: 1/3}",
-    "{actor: {ranks: [0, 2]}, critic: {ratio: 1, row_shares: [2, 1/3]}, ref: {ratio: 1, on: V100}, reward: 1,"
-    " train_share: 0.375, span_classes: true}",
-]
-
-
-@pytest.mark.parametrize("placement", FORMS)
-def test_a_dumped_spec_loads_as_the_same_spec(placement: str, tmp_path: Path) -> None:
-    spec = spec_of(
-        None,
-        4,
-        f"placement={placement}",
-        "cluster={nodes: [{count: 2, devices: 2, class: V100}]}",
-        "algorithm.truncation={penalty: 0.5}",
-        "models.actor.optimizer={name: sgd, schedule: linear, max_grad_norm: null}",
-        "models.actor.lora={rank: 4, targets: [q_proj]}",
-        "models.actor.config={zero_optimization: {reduce_bucket_size: 1e6}}",
-        "models.ref.share=actor",
-        "eval={path: held_out.jsonl}",
-    )
-    path = tmp_path / "config.yaml"
-    path.write_text(spec.dump())
-    assert load_spec(path) == spec
-    assert load_spec(path).dump() == spec.dump()
 
 
 def test_a_dumped_mapping_has_the_form_that_a_user_writes() -> None:
@@ -738,15 +658,6 @@ def test_one_stop_text_is_a_list_of_one(stop: str, texts: tuple[str, ...]) -> No
 @pytest.mark.parametrize("stop", ["''", "[x, '']", "3"])
 def test_a_stop_text_has_letters(stop: str) -> None:
     assert refused(f"algorithm.stop={stop}").startswith("config: algorithm.stop")
-
-
-@pytest.mark.parametrize(
-    "rollout",
-    ["{}", "{engine: vllm}", "{engine: vllm, tp: 2, parity: null, config: {max_num_seqs: 4}, kv_tokens: 99}"],
-)
-def test_a_dumped_rollout_loads_as_the_same_rollout(rollout: str) -> None:
-    spec = spec_of(None, 2, f"rollout={rollout}", "algorithm={name: ppo, importance: {cap: 3}, stop: [a, b], top_k: 3}")
-    assert Spec.parse(read_yaml(spec.dump())) == spec
 
 
 def test_a_short_yaml_keeps_a_penalty_that_is_a_default_of_penalties_but_not_of_the_algorithm(tmp_path: Path) -> None:
