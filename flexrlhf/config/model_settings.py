@@ -287,8 +287,8 @@ class ModelSpec(StrictModel):
 
     @property
     def shares_in_passes(self) -> bool:
-        """Whether samples of one prompt share a copy of it if sequences are packed; encoded again, they have no
-        prompt."""
+        """Whether packed samples share one copy of their prompt; never with ``retokenize``, which encodes prompt and
+        response as one text."""
         return self.share_prompts and not self.retokenize
 
     @property

@@ -227,7 +227,8 @@ def read_parquet(path: Path) -> list[Any]:
 
 
 def without_nulls(rows: list[Any]) -> list[Any]:
-    """Return the rows of a table without null keys of objects in lists: all of them have the keys of any other one."""
+    """Return the rows of a table without the nulls that Arrow adds to objects in lists, which all have the same keys
+    there."""
     return [{name: _listed(value) for name, value in row.items()} for row in rows]
 
 

@@ -40,7 +40,7 @@ class LiveView:
     """State of the runs of a command as their events leave it."""
 
     def __init__(self, what: str, now: Callable[[], float] = time.monotonic) -> None:
-        """``what``: is done before the first event."""
+        """``what``: activity that is shown until the first event."""
         self._now = now
         self._begin: RunBegins | None = None
         self._rows: deque[Mapping[str, float]] = deque(maxlen=WINDOW + 1)
@@ -91,7 +91,7 @@ class LiveView:
         )
 
     def _long(self) -> Iterable[Text]:
-        """Yield a line for something rare that has ended with this event and has taken long."""
+        """Yield a line on the activity that this event ends, if it is rare and has taken long."""
         doing, seconds = self._doing, self._now() - self._since
         if doing.rare and seconds > LONG:
             where = f"{doing.run}: " if doing.step is None else f"step {doing.step}: "

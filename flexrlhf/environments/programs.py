@@ -95,7 +95,7 @@ class _Program:
     """One episode: a program, and its conversations with the policy. All but ``wait`` runs on one event loop."""
 
     def __init__(self, programs: Programs, call: EpisodeCall, sequences: int) -> None:
-        """``call``: any one of the episode; its earlier turns are given to the program again."""
+        """``call``: a call of the episode, not necessarily its first; the program replays the earlier turns in it."""
         self.key, self.episode = secrets.token_urlsafe(16), call.episode
         records = call.siblings or (SequenceRecord(call.turns, call.replied),)
         self._sequences = [_Sequence(record) for record in records] + [

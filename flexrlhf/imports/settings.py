@@ -210,7 +210,7 @@ class JobSettings:
         return Setting(setting.key, int(setting.value), setting.default)
 
     def truth(self, *keys: str) -> Setting | None:
-        """Return a setting that is true; None for one that is not, which is listed if it is not false either."""
+        """Return the setting if it is true, else None; a value that is neither true nor false is listed as refused."""
         setting = self.get(*keys)
         if setting is None or is_true(setting.value):
             return setting

@@ -240,7 +240,7 @@ def _plain(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes, as YAML has them, in the place of what would move a cursor or cannot be written."""
+    """Return a text with YAML's escapes for characters that are not printable."""
     codes = ((each, ord(each)) for each in text)
     return "".join(
         each if each.isprintable() else f"\\u{code:04x}" if code < 2**16 else f"\\U{code:08x}" for each, code in codes

@@ -52,8 +52,13 @@ def launch(
 ) -> bool:
     """Run the worker on every rank of this node and wait. Raises RankFailure or Interrupted; no process is left.
 
-    ``max_restarts``, ``rendezvous``, ``factory``: as of ``start_ranks``. ``shares``: as of ``work``. ``watch``: is open
-    meanwhile. Returns whether a request has made the ranks save and end.
+    Returns whether a request has made the ranks save and end.
+
+    max_restarts:  attempts after the first.
+    rendezvous:    of several machines; None: this one alone.
+    shares:        whether this machine mounts the directories of rank 0's.
+    factory:       process that forks the ranks, if it has been started before; None: this call starts one.
+    watch:         context that is open while the ranks run.
     """
     directories = [order.spec.directory for order in orders]
     with process_directory() as directory:

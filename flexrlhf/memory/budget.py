@@ -429,8 +429,8 @@ class Sizing:
         return sum(size or 0 for size in saving_parts(saved, num_ranks).values())
 
     def syncing_bytes(self, source: PlacedModel, copy: PlacedModel, rank: int, overlaps: bool) -> tuple[int, int]:
-        """Return the bytes on ``rank`` of a Sync while it lasts, and those of the weights that travel on if it
-        ``overlaps`` other work."""
+        """Return two sizes on ``rank``: bytes that a Sync allocates while it runs, and bytes of the weights that are
+        still on the way after it if it ``overlaps`` other work."""
         parts = dict(sync_parts(source, copy, self.shapes[source.role], self.sync, rank, overlaps))
         under_way = parts.pop(UNDER_WAY, 0) or 0
         return sum(size or 0 for size in parts.values()), under_way

@@ -82,9 +82,8 @@ class KeptSlots:
 def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
     """Return the settings of ``model`` for an engine that only generates.
 
-    ``generate_tokens``: capacity of its cache, at most all rows of a step on one rank; what memory leaves, where that
-    is known, is found once all models are placed (plan/cache_size.py). Raises UserError for a cache smaller than one
-    row.
+    ``generate_tokens`` is the capacity of its cache, at most all rows of a step on one rank. plan/cache_size.py lowers
+    it to the memory that is left once all models are placed. Raises UserError for a cache smaller than one row.
     """
     rollout, row, facts = spec.rollout, spec.padded_row, spec.rollout.facts
     if rollout.kv_tokens is not None and rollout.kv_tokens < row:

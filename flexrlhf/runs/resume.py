@@ -81,7 +81,7 @@ class Resumption:
 
     @classmethod
     def kept(cls, plans: Sequence[Plan]) -> list[Resumption]:
-        """Return how the runs begin, of which the last one and all that follow a changed one train anew."""
+        """Return how each run begins: finished ones are kept, except the last one and all behind a changed one."""
         found: list[Resumption] = []
         for plan in plans:
             earlier_train = {path for each in found if not each.finished for path in each.plan.outputs}

@@ -153,5 +153,8 @@ def _earliest(
 
 
 def stored_late(instructions: Sequence[Instruction]) -> frozenset[ModelName]:
-    """Return the copies that store weights when they are used next, so that the list does not show when they change."""
+    """Return the copies whose overlapping Sync stores new weights only when they are used next.
+
+    The instruction list does not show when their weights change.
+    """
     return frozenset(each.destination for each in instructions if isinstance(each, Sync) and each.overlaps)

@@ -262,8 +262,10 @@ class _Walk:
     def bring_forward(self, late: frozenset[ModelName]) -> None:
         """Reload models before they are due where that fits, and mark what need not be copied.
 
-        late:  copies that are left out, as are engines that sleep or whose library copies them itself, and models that
-               lend weights to copies.
+        late:  copies that a reload must not be moved for.
+
+        Three kinds of models are not moved either: engines that sleep, engines whose library copies weights itself,
+        and models that lend weights to copies.
         """
         lenders = {self.memory.sizing.placement[name].role for name in self.memory.sizing.reusing}
         engines = frozenset(name for name in self.placed if self.memory.sizing.placement[name].has_cache)

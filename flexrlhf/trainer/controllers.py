@@ -76,7 +76,7 @@ class Controllers(Observer):
 
     @property
     def changed(self) -> dict[str, ControllerState]:
-        """Values of the operators that run on this rank, once they have run."""
+        """Values of the operators that have run on this rank."""
         return {name: self.states[name] for name in sorted(self._run_here)}
 
     def begun_from(self, next_step: int) -> dict[str, dict[str, Any]]:

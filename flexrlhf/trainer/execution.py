@@ -71,7 +71,7 @@ class OperatorRun:
         return self.shape.text_rows(prompt for prompt in prompts if prompt in self.shape.first_places)
 
     def has_rows(self, batch: Batch) -> bool:
-        """Whether any data-parallel rank has rows of a mini-batch, of which ``batch`` are this rank's."""
+        """Whether any data-parallel rank has rows of a mini-batch. ``batch``: this rank's rows of it."""
         number = torch.tensor(float(len(batch)), dtype=torch.float64, device=batch.rows.device)
         return bool(self.model.dp.sum(number) > 0)
 

@@ -101,7 +101,7 @@ class CalledSteps:
         return dropped
 
     def messages_from(self, next_step: int) -> dict[str, list[CallMessage]]:
-        """Return the messages of the calls of steps in flight so far."""
+        """Return step → messages that its calls have sent, of the open steps from ``next_step`` on."""
         return {str(step): [*opened.messages] for step, opened in self.open.items() if step >= next_step}
 
     def columns(self, step: int, rank: int, is_own: bool) -> dict[str, set[int]]:

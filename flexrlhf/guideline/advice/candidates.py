@@ -129,9 +129,11 @@ class RejectedCandidate:
 
 
 def _with_less_memory(candidate: Candidate, needed: float, communicators: int) -> SpaceLimits:
-    """Return the limits of a candidate's space after its plan needs ``needed`` of the memory that it may take.
+    """Return tighter limits for a candidate's space, whose plan exceeds the memory.
 
-    communicators:  of the plan; if they are more than was assumed, they are why.
+    needed:         memory of the plan, relative to what it may take.
+    communicators:  number of communicators in the plan; more than the search assumed explain the excess, and are the
+                    only limit that changes then.
     """
     space, assignment = candidate.space, candidate.assignment
     assert assignment is not None, "what has a plan has settings"

@@ -50,7 +50,7 @@ class SpaceLimits:
 
     share:          share of the memory that its plans may take, as a search counts it.
     refused:        settings that plans have refused.
-    communicators:  most of a rank of its plans; 0: as its engines usually have.
+    communicators:  most communicators of a rank that its plans may have; 0: the usual number of its engines.
     """
 
     share: float = 1.0

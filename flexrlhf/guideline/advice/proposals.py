@@ -65,7 +65,7 @@ def usable_cluster(cluster: ClusterSpec, share: float, communicators: int) -> Cl
 
 
 def _of_shadow(settings: ModelSpec, own: ModelSpec) -> Iterator[tuple[str, object]]:
-    """Yield the chosen settings of a shadow; None: as of its role, which has the settings ``own``."""
+    """Yield the chosen settings of a shadow; None: the same as its role's ``own``."""
     for name in ("zero", "tp", *(("pp",) if settings.facts.pp else ()), "micro_batch_tokens", "generate_tokens"):
         yield name, getattr(settings, name)
     for name in ("shard", "cp", "ep"):

@@ -115,11 +115,11 @@ class SlicedModel:
 
 @dataclass(frozen=True)
 class PartPrices:
-    """Times of a part of a model by those of a measured one.
+    """Times of a part of a model, scaled from the measured times of a part of another size.
 
-    curves:  of the measured part
+    curves:  measured times
     flops:   operations of a token, relative to the measured part
-    read:    time of reading as many more bytes of weights than the measured part has; negative: fewer
+    read:    time of reading the bytes of weights that this part has more than the measured one; negative: it has fewer
     """
 
     curves: PartCurves

@@ -166,7 +166,7 @@ class MeshSide:
 
     @cached_property
     def of_rows(self) -> MeshSide:
-        """Side without all that rows do not depend on."""
+        """The same side with defaults for what moving rows does not depend on."""
         return _first_equal(replace(self, zero=0, shards=1, ep=1))
 
     @property

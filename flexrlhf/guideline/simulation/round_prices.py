@@ -222,7 +222,7 @@ class RoundPricer:
 
     @cached_property
     def _maker(self) -> CallMaker:
-        """Maker of calls, for rows in one block; samples that are trained apart have a copy of their prompt each."""
+        """Maker of calls with rows in one block. Samples that are trained apart each have a copy of their prompt."""
         maker, batch = self.pricer.maker, replace(self.pricer.maker.batch, num_blocks=1)
         if not Segments.of(self.pricer.plan, self.pricer.lengths).are_joined:
             batch = replace(batch, num_prompts=batch.num_rows, samples_per_prompt=1, segments=1, sequences=1)
