@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from flexrlhf.api import DeviceClass, FoundModel, ModelSpec, Spec, UserError, model_shape
+from flexrlhf.api import DeviceClass, ModelSpec, Spec, UserError, make_plan, model_shape
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import DOT, Translation
 
@@ -26,6 +26,12 @@ _CLASS_WORDS = {
     r"\bRTX ?-?4090\b": "RTX4090-24G",
     r"\bV100\b": "V100-32G",
 }
+
+KV_TOKENS = "rollout.kv_tokens"
+MANY_STEPS = 10**6
+"""Steps of a plan in the place of epochs, whose rows may not be here; memory does not depend on them."""
+TRIALS = 6
+"""Plans that are made, each with a smaller cache."""
 
 
 def named_class(text: str) -> str | None:
@@ -64,11 +70,6 @@ def machines_of(gpus: int) -> tuple[int, int]:
     """Return machines of eight, or one with fewer, that have a number of devices, and the devices of one."""
     devices = next(each for each in range(min(gpus, DeviceClass.PER_NODE), 0, -1) if gpus % each == 0)
     return gpus // devices, devices
-
-
-def put_gpus(out: Translation, gpus: int, *sources: Setting | str | None) -> None:
-    """Write such machines."""
-    put_cluster(out, [machines_of(gpus)], *sources)
 
 
 def num_devices(out: Translation) -> int:
@@ -113,17 +114,7 @@ def span(ranks: Sequence[int]) -> str | list[int]:
     return f"{ranks[0]}-{ranks[-1]}" if is_run and len(ranks) > 1 else list(ranks)
 
 
-def num_generating(out: Translation) -> int:
-    """Return the number of devices that generate."""
-    return _num_placed(out, f"actor{DOT}rollout")
-
-
-def num_training(out: Translation) -> int:
-    """Return the number of devices that train the actor."""
-    return _num_placed(out, "actor")
-
-
-def _num_placed(out: Translation, model: str) -> int:
+def num_placed(out: Translation, model: str) -> int:
     """Return the number of devices of a model; all, where none are written for it."""
     ranks = out.value(f"placement.{model}.ranks")
     if isinstance(ranks, str):
@@ -149,7 +140,7 @@ def put_vllm(
     tokens:   longest prompt and response.
     engines:  number of engines; None: as many as the devices that generate allow.
     """
-    size, devices = 1 if tp is None else tp.value, num_generating(out)
+    size, devices = 1 if tp is None else tp.value, num_placed(out, f"actor{DOT}rollout")
     if size > DeviceClass.PER_NODE:
         out.drop(tp, f"an engine's tensor-parallel ranks are on one node: {DeviceClass.PER_NODE} here")
         size = DeviceClass.PER_NODE
@@ -174,7 +165,7 @@ def put_cache(out: Translation, share: Setting | None, engines_tp: int, rows: in
     if share is None:
         return
     device_class = out.devices[0] if out.devices else None
-    known = FoundModel.known(out.value("models.actor.init"))
+    known = out.known_model("actor")
     shape = None if known is None else model_shape("actor", ModelSpec.model_validate(known.weights))
     if shape is None or shape.sizes is None or device_class is None:
         out.drop(
@@ -187,4 +178,43 @@ def put_cache(out: Translation, share: Setting | None, engines_tp: int, rows: in
     if fits < tokens:
         out.drop(share, f"the weights leave no room for a response of {tokens} tokens in this share of {device_class}")
         return
-    out.put("rollout.kv_tokens", max(tokens, min(fits, rows * tokens)), share, "less the weights, up to a step's rows")
+    out.put(KV_TOKENS, max(tokens, min(fits, rows * tokens)), share, "less the weights, up to a step's rows")
+
+
+def fit_cache(out: Translation) -> None:
+    """Reduce vLLM's cache until the plan fits its devices, if a smaller one is enough.
+
+    The share is of all that vLLM needs; next to weights and cache these are the activations of its passes, which a
+    plan computes.
+    """
+    if KV_TOKENS not in out.lines or any(key.startswith("models.") and key.endswith(".path") for key in out.lines):
+        return
+    tokens, comment = out.lines[KV_TOKENS]
+    least = (out.value("data.max_prompt_tokens") or 0) + (out.value("data.max_response_tokens") or 0)
+    first = _lacking(out)
+    for _ in range(TRIALS):
+        if first is None or first <= 0 or tokens <= least:
+            return
+        tokens = max(least, int(tokens * 0.7))
+        out.lines[KV_TOKENS] = (tokens, f"{comment}, and what a plan needs next to them")
+        lacking = _lacking(out)
+        if lacking is None or lacking <= 0:
+            return
+
+
+def _lacking(out: Translation) -> int | None:
+    """Return the bytes that the plan's tightest rank lacks for generation or a sync; None if something else lacks."""
+    try:
+        tree = out.tree()
+        if tree.pop("epochs", None) is not None:
+            tree["steps"] = MANY_STEPS
+        plan = make_plan(Spec.parse(tree, out.file))
+    except UserError:
+        return None
+    rank = plan.tightest_rank
+    size, memory = plan.device_bytes(rank), plan.memories[rank]
+    if size is None:
+        return None
+    lacks = memory.peak_bytes - size
+    is_of_rollout = memory.peak is not None and "actor.rollout" in memory.peak.label
+    return lacks if lacks <= 0 or is_of_rollout else None

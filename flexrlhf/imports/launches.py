@@ -177,8 +177,3 @@ def stray_words(launch: Launch) -> list[Setting]:
                 found[-1] = Setting(found[-1].key, word)
             name = ""
     return found
-
-
-def stray_marks(words: Sequence[str]) -> list[str]:
-    """Return the names of variables that are whole arguments and have no value in the file."""
-    return [word.strip(MARK) for word in words if re.fullmatch(f"{MARK}[^{MARK}]*{MARK}", word)]

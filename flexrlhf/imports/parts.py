@@ -121,9 +121,7 @@ def put_optimizer(
     if len(ends) == 2:
         out.put(prefix + "betas", [end.value for end in ends], *ends)
     kind = job.get(*keys.get("name", ()))
-    plain = kind is None or re.fullmatch(
-        r"(torch\.optim\.)?adam(w(_torch(_fused|_xla)?|_hf|_apex_fused)?)?", str(kind.value).lower()
-    )
+    plain = kind is None or _ADAM.fullmatch(str(kind.value).lower())
     out.drop(kind, "optimizers are adamw, adam and sgd, with states of 32 bits", matters=not plain)
     schedule = job.get(*keys.get("schedule", ()))
     name = "" if schedule is None else re.sub("_with_(warmup|min_lr)$", "", str(schedule.value))

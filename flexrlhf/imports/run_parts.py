@@ -1,4 +1,4 @@
-"""Parts of a YAML on the run as a whole: its length, name, seed, loggers, evaluation and checkpoints."""
+"""Parts of a YAML on the run as a whole: its length, name, seed, loggers, evaluation, checkpoints, and its rows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 
 from flexrlhf.api import LOGGERS
 from flexrlhf.imports.parts import names_of
-from flexrlhf.imports.settings import JobSettings, Setting
+from flexrlhf.imports.settings import JobSettings, Setting, is_true
 from flexrlhf.imports.translation import Translation
 
 _NO_LOGGERS = ("none", "no", "null", "console", "file", "print")
 """Loggers that need no line: metrics are on the terminal and in ``metrics.jsonl`` in any case."""
 OTHER_LOGGER = f"loggers here are {', '.join(LOGGERS)}"
 AT_STEPS = "it is counted in steps here"
+_TEMPLATE_VALUES = re.compile(r"chat_template_kwargs|(enable|disable)_thinking(?!_)")
+_ORDER = re.compile(r"(^|\.)(data|train_dataset)\.(\w+\.)?shuffle$|^shuffle_dataset$")
+_IN_ROWS = "variables of a chat template are in the rows' column chat_template_kwargs: docs/data.md"
 
 
 def put_length(
@@ -151,3 +154,25 @@ def put_checkpoints(out: Translation, every: Setting | None, keep: Setting | Non
     if every is not None:
         out.put_same("checkpoint.every", every)
         out.put_same("checkpoint.keep_last", keep)
+
+
+def put_columns(out: Translation, columns: Mapping[str, Setting | None]) -> None:
+    """Write columns of the rows under the names that forms and scores have here."""
+    found = {name: each for name, each in columns.items() if each is not None}
+    if found:
+        values = {name: str(each.value) for name, each in found.items() if str(each.value) != name}
+        out.put("data.columns", {**(out.value("data.columns") or {}), **values}, *found.values())
+
+
+def drop_uses_of_rows(out: Translation, job: JobSettings) -> None:
+    """List variables of a chat template, and rows in the file's order, which change a run though a value may be
+    false."""
+    for key, setting in job.found.items():
+        if _TEMPLATE_VALUES.search(key) and setting.value not in (None, "", {}):
+            job.read.add(key)
+            out.drop(setting, _IN_ROWS)
+        elif _ORDER.search(key) and not setting.missing:
+            job.read.add(key)
+            out.drop(
+                setting, "rows are in a random order, which follows from the seed", matters=not is_true(setting.value)
+            )

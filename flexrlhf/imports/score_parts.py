@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.api import definitions
-from flexrlhf.imports.row_parts import put_columns
+from flexrlhf.imports.run_parts import put_columns
 from flexrlhf.imports.settings import MARK, JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import yaml
 
 from flexrlhf.api import UserError, hidden, is_secret_name, read_yaml
 
+EXTRA = "import"
+"""Extra that installs the libraries that read job files."""
 MARK = "\0"
 """Encloses, inside a text, the name of a part whose value the file does not have."""
 LARGEST = 1e9
@@ -49,6 +52,15 @@ class Setting:
         if not isinstance(self.value, str):
             words = words.replace("True", "true").replace("False", "false").replace("None", "null")
         return re.sub(f"{MARK}([^{MARK}]*){MARK}", r"$\1", words)
+
+
+def library(name: str, files: str) -> Any:
+    """Return a library that reads ``files``. Raises UserError if it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        missing = f"{files} are read by {error.name}, which is not installed"
+        raise UserError(f"import: {missing}: pip install 'flexrlhf[{EXTRA}]'") from None
 
 
 def read_scalar(text: str) -> Any:
@@ -208,6 +220,10 @@ class JobSettings:
             self.turn_down(setting, "a whole number")
             return None
         return Setting(setting.key, int(setting.value), setting.default)
+
+    def known(self, key: str) -> Setting:
+        """Return the ``count`` of a setting that has a default; the default if the file's value is not in it."""
+        return self.count(key) or Setting(key, self.defaults[key], default=True)
 
     def truth(self, *keys: str) -> Setting | None:
         """Return the setting if it is true, else None; a value that is neither true nor false is listed as refused."""

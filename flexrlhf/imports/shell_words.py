@@ -12,15 +12,14 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from flexrlhf.api import UserError
-from flexrlhf.imports.libraries import bash_parser
-from flexrlhf.imports.settings import MARK
+from flexrlhf.imports.settings import MARK, library
 
 if TYPE_CHECKING:
-    from tree_sitter import Node, Tree
+    from tree_sitter import Node, Parser, Tree
 
 MAX_NESTING = 150
 """Depth of statements and expressions inside one another."""
@@ -57,6 +56,14 @@ _ARITHMETIC = COMPARISONS | {
     "!=": operator.ne,
 }
 _MARKED = re.compile(f"{MARK}[^{MARK}]*{MARK}")
+
+
+@cache
+def bash_parser() -> Parser:
+    """Return a parser of bash. Raises UserError if it is not installed."""
+    tree_sitter, bash = (library(name, "shell scripts") for name in ("tree_sitter", "tree_sitter_bash"))
+    parser: Parser = tree_sitter.Parser(tree_sitter.Language(bash.language()))
+    return parser
 
 
 def parsed(text: str) -> Tree:

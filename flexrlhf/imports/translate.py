@@ -10,18 +10,9 @@ from typing import Any
 
 from flexrlhf.api import UserError, hidden, instead_of
 from flexrlhf.imports.areal import job as areal
-from flexrlhf.imports.cache import fit_cache
 from flexrlhf.imports.deepspeed_chat import job as deepspeed_chat
-from flexrlhf.imports.device_parts import named_class
-from flexrlhf.imports.launches import (
-    Launch,
-    find_launches,
-    flags,
-    overrides,
-    served_devices,
-    stray_marks,
-    stray_words,
-)
+from flexrlhf.imports.device_parts import fit_cache, named_class
+from flexrlhf.imports.launches import Launch, find_launches, flags, overrides, served_devices, stray_words
 from flexrlhf.imports.nemo_rl import job as nemo_rl
 from flexrlhf.imports.openrlhf import job as openrlhf
 from flexrlhf.imports.parts import check_families, check_warmup
@@ -33,7 +24,7 @@ from flexrlhf.imports.shell_script import ShellScript
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.trl import job as trl
 from flexrlhf.imports.trl.algorithm import ALGORITHMS
-from flexrlhf.imports.trl.launchers import OF_FILE, OF_LAUNCHER, with_options
+from flexrlhf.imports.trl.run import OF_FILE, OF_LAUNCHER, accelerate_file, with_options
 from flexrlhf.imports.trl.trainers import is_missing, is_of_trl, trainers_of
 from flexrlhf.imports.verl import job as verl
 from flexrlhf.imports.yaml_trees import Tree, read_tree, referenced, resolved, with_overrides
@@ -102,10 +93,11 @@ class JobFile:
             out.note(f"the file starts {len(launches)} jobs: this is the first")
         for sentence in script.assumed:
             out.note(sentence)
-        for name in stray_marks(launches[0].arguments):
-            out.note(f"arguments in ${name} are not in the file")
-        for word in stray_words(replace(launches[0], system=out.system)):
-            out.drop(Setting(word.key, hidden(word.value, word.key)), "an argument that sets nothing")
+        for word in launches[0].arguments:
+            if re.fullmatch(f"{MARK}[^{MARK}]*{MARK}", word):
+                out.note(f"arguments in ${word.strip(MARK)} are not in the file")
+        for stray in stray_words(replace(launches[0], system=out.system)):
+            out.drop(Setting(stray.key, hidden(stray.value, stray.key)), "an argument that sets nothing")
         return out
 
     def _of_launch(self, launch: Launch) -> Translation:
@@ -181,7 +173,7 @@ class JobFile:
             out.note(f"options of the command come before the settings in {launch.config} (config)")
         named = flags(launch.before).get("config_file"), found.get("accelerate_config"), found.get("deepspeed")
         file = next((each for each in named if isinstance(each, str)), None)
-        accelerate = with_options(trl.accelerate_file(file, self.path.parent), flags(launch.before))
+        accelerate = with_options(accelerate_file(file, self.path.parent), flags(launch.before))
         trl.translate(out, found, launch.program, (nodes, per_node), self.served, accelerate)
         for key, value in flat({key: each for key, each in accelerate.items() if key not in OF_FILE}):
             if key.rpartition(".")[2] not in (*OF_LAUNCHER, "zero_stage"):

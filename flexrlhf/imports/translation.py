@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from textwrap import TextWrapper
 from typing import Any
 
-from flexrlhf.api import hidden
+from flexrlhf.api import FoundModel, hidden
 from flexrlhf.imports.settings import JobSettings, Setting, is_off, read_scalar
 
 WIDTH = 118
@@ -84,6 +84,10 @@ class Translation:
     def value(self, key: str) -> Any:
         """Return the value of a line; None if there is none."""
         return self.lines[key][0] if key in self.lines else None
+
+    def known_model(self, role: str) -> FoundModel | None:
+        """Return the model of a role if it is known by its name."""
+        return FoundModel.known(self.value(f"models.{role}.init"))
 
     def drop(self, setting: Setting | None, why: str, matters: bool = True) -> None:
         """List a setting that has no counterpart; a default of the system is not listed."""

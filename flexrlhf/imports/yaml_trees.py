@@ -16,8 +16,7 @@ from typing import Any
 import yaml
 
 from flexrlhf.api import UserError, read_yaml
-from flexrlhf.imports.libraries import omega_conf
-from flexrlhf.imports.settings import MARK, check_number, flat
+from flexrlhf.imports.settings import MARK, check_number, flat, library
 
 Tree = dict[str, Any]
 MAX_BASES = 10
@@ -112,7 +111,7 @@ def with_overrides(tree: Tree, overrides: Mapping[str, Any]) -> Tree:
 def resolved(tree: Tree, given: Mapping[str, str]) -> dict[str, Any]:
     """Return the leaves by dotted key, with interpolations resolved. ``given``: variables of the environment."""
     check_number(sum(1 for _ in flat(tree)))
-    conf = omega_conf()
+    conf = library("omegaconf", "YAML files of other systems").OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     for name, function in _RESOLVERS.items():

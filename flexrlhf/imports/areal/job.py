@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexrlhf.api import DeviceClass, Spec, UserError
-from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.areal.algorithm import put_algorithm
 from flexrlhf.imports.areal.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
-from flexrlhf.imports.expert_settings import NO_MEGATRON, has_experts, put_expert_ranks
+from flexrlhf.imports.model_parts import NO_MEGATRON, has_experts, put_expert_ranks, put_lora
 from flexrlhf.imports.parts import (
     put_data,
     put_lengths,
@@ -25,8 +24,15 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
-from flexrlhf.imports.row_parts import drop_uses_of_rows
-from flexrlhf.imports.run_parts import put_checkpoints, put_evaluation, put_length, put_loggers, put_run_name, put_seed
+from flexrlhf.imports.run_parts import (
+    drop_uses_of_rows,
+    put_checkpoints,
+    put_evaluation,
+    put_length,
+    put_loggers,
+    put_run_name,
+    put_seed,
+)
 from flexrlhf.imports.score_parts import put_scored_by_code
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
@@ -163,11 +169,7 @@ def _supervised(out: Translation, job: JobSettings) -> str:
 
 
 def _devices(
-    out: Translation,
-    job: JobSettings,
-    training: Backend,
-    generating: Backend | None,
-    *sources: Setting | None,
+    out: Translation, job: JobSettings, training: Backend, generating: Backend | None, *sources: Setting | None
 ) -> None:
     nodes, per_node = job.count("cluster.n_nodes"), job.count("cluster.n_gpus_per_node")
     count, devices = machines(out, job, nodes, per_node)

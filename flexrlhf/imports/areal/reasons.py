@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.imports.adapter_parts import ADAPTERS
+from flexrlhf.imports.model_parts import ADAPTERS
 
 WITHOUT_EFFECT = {
     "the critic is trained as the actor is": r"critic\.ppo_n_minibatches",
@@ -18,19 +18,11 @@ WITHOUT_EFFECT = {
         (sglang|vllm|vllm_server|server)\..* rollout\.(sglang|vllm).*
     """,
     "follows from the engine or the actor here": r"""
-        actor\.(disable_dropout|init_from_scratch|weight_update_mode|max_new_tokens|temperature|recompute_logprob)
-        actor\.(prox_\w+|log_agent\w*|is_critic|packing\w*|pad_\w+|attn_impl|use_kernel\w*|fsdp.*|megatron.*|archon.*)
-        actor\.(mb_spec\..*|grad_reduce\w*|gradient_checkpointing|dtype|optimizer\..*|path|group_size|backend)
-        actor\.(use_lora|tree\w*|weight_sync\w*|engine_\w+|type)
-        critic\.(disable_dropout|init_from_scratch|weight_update_mode|max_new_tokens|temperature|recompute_logprob)
-        critic\.(prox_\w+|log_agent\w*|is_critic|packing\w*|pad_\w+|attn_impl|use_kernel\w*|fsdp.*|megatron.*)
-        critic\.(archon.*|mb_spec\..*|grad_reduce\w*|gradient_checkpointing|dtype|optimizer\..*|path|group_size)
-        critic\.(backend|use_lora|tree\w*|weight_sync\w*|engine_\w+|entropy\w*)
-        critic\.(aent\w*|type)
-        ref\.(disable_dropout|init_from_scratch|weight_update_mode|max_new_tokens|temperature|recompute_logprob)
-        ref\.(prox_\w+|log_agent\w*|is_critic|packing\w*|pad_\w+|attn_impl|use_kernel\w*|fsdp.*|megatron.*|archon.*)
-        ref\.(mb_spec\..*|grad_reduce\w*|gradient_checkpointing|dtype|optimizer\..*|path|group_size|backend|use_lora)
-        ref\.(peft_type|lora_\w+|target_modules|tree\w*|weight_sync\w*|engine_\w+|entropy\w*|aent\w*|type)
+        (actor|critic|ref)\.(disable_dropout|init_from_scratch|weight_update_mode|max_new_tokens|temperature|path|dtype)
+        (actor|critic|ref)\.(recompute_logprob|prox_\w+|log_agent\w*|is_critic|packing\w*|pad_\w+|attn_impl|group_size)
+        (actor|critic|ref)\.(use_kernel\w*|fsdp.*|megatron.*|archon.*|mb_spec\..*|grad_reduce\w*|gradient_checkpointing)
+        (actor|critic|ref)\.(optimizer\..*|backend|use_lora|tree\w*|weight_sync\w*|engine_\w+|type)
+        (critic|ref)\.(entropy\w*|aent\w*) ref\.(peft_type|lora_\w+|target_modules)
     """,
     "how rows are read: data": r"(train_dataset(?!\.shuffle)|tokenizer_path)\b.* gconfig\.(max_tokens|lora_name)",
 }

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.deepspeed_chat.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.device_parts import put_cluster
 from flexrlhf.imports.launches import Launch, flags
+from flexrlhf.imports.model_parts import put_lora
 from flexrlhf.imports.parts import (
     put_data,
     put_decoded,
@@ -22,8 +22,7 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
-from flexrlhf.imports.row_parts import drop_uses_of_rows
-from flexrlhf.imports.run_parts import put_length, put_loggers, put_seed
+from flexrlhf.imports.run_parts import drop_uses_of_rows, put_length, put_loggers, put_seed
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 
@@ -69,15 +68,8 @@ def translate(out: Translation, launch: Launch, folders: Sequence[str]) -> None:
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
-def _count(job: JobSettings, key: str) -> Setting:
-    """Return a setting that has a default; the default if the file's value is not in it."""
-    return job.count(key) or Setting(key, DEFAULTS[key], default=True)
-
-
 def _rlhf(out: Translation, job: JobSettings, devices: int, name: str) -> int:
-    rows, accumulated = (
-        _count(job, key) for key in ("per_device_generation_batch_size", "gradient_accumulation_steps")
-    )
+    rows, accumulated = (job.known(key) for key in ("per_device_generation_batch_size", "gradient_accumulation_steps"))
     batches = job.count("generation_batches")
     rounds = batches.value if batches else 1
     size = rows.value * devices * rounds
@@ -104,7 +96,7 @@ def _rlhf(out: Translation, job: JobSettings, devices: int, name: str) -> int:
 
 
 def _supervised(out: Translation, job: JobSettings, devices: int, name: str) -> int:
-    rows, accumulated = (_count(job, key) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    rows, accumulated = (job.known(key) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
     size = rows.value * accumulated.value * devices
     out.put("algorithm.prompts_per_step", size, rows, accumulated, f"{devices} devices")
     role = "reward" if name == "reward" else "actor"
@@ -153,4 +145,4 @@ def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens
         if alone is None:
             out.drop(rank, "norms and embeddings are trained there, too: here the adapters alone")
     key = "per_device_training_batch_size" if is_rlhf else "per_device_train_batch_size"
-    put_micro_batch(out, _count(job, key), tokens)
+    put_micro_batch(out, job.known(key), tokens)

@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 from flexrlhf.api import UserError
-from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
-from flexrlhf.imports.expert_settings import (
+from flexrlhf.imports.model_parts import (
     NO_MEGATRON,
     NO_SPLIT,
     has_experts,
     put_expert_ranks,
+    put_lora,
     put_megatron_losses,
     put_router_replay,
 )
@@ -29,10 +29,11 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
-from flexrlhf.imports.row_parts import drop_uses_of_rows, put_columns
 from flexrlhf.imports.run_parts import (
+    drop_uses_of_rows,
     interval,
     put_checkpoints,
+    put_columns,
     put_evaluation,
     put_length,
     put_loggers,
@@ -103,8 +104,7 @@ def _run(out: Translation, job: JobSettings, section: str) -> None:
     plain |= {f"{section}.batch_multiplier": 1, f"{section}.only_unmask_final": False}
     job.pass_over("as it is here", *(key for key, value in plain.items() if job.value(key) == value))
     job.pass_over("of another estimator", f"{section}.adv_estimator.minus_baseline")
-    own = {"wandb": {"project": "project", "entity": "entity", "group": "group", "mode": "mode"}}
-    keys = {name: {key: f"logger.{name}.{each}" for key, each in names.items()} for name, names in own.items()}
+    keys = {"wandb": {key: f"logger.wandb.{key}" for key in ("project", "entity", "group", "mode")}}
     keys["mlflow"] = {"experiment": "logger.mlflow.experiment_name", "tracking_uri": "logger.mlflow.tracking_uri"}
     names = ("wandb", "tensorboard", "mlflow")
     put_loggers(out, job, {name: job.truth(f"logger.{name}_enabled") for name in names}, keys)
@@ -229,15 +229,11 @@ def _critic(out: Translation, job: JobSettings, is_megatron: bool) -> None:
         size = job.count(*(prefix + name for name in names))
         if size is not None and size.value != (out.value(f"models.all.{key}") or 1):
             out.put(f"models.critic.{key}", size.value, size)
-    same = [key for key, each in job.found.items() if _is_as_of_policy(job, key, each)]
+    own = {key: each for key, each in job.found.items() if key.startswith("value.")}
+    of_actor = {key: job.found.get(f"{_P}{key.removeprefix('value.')}") for key in own}
+    same = [key for key, each in of_actor.items() if each is not None and each.value == own[key].value]
     job.pass_over("the critic is as the actor is", *same)
     out.note("of value. the model, the optimizer and the split are read; else the critic is as the actor is")
-
-
-def _is_as_of_policy(job: JobSettings, key: str, setting: Setting) -> bool:
-    """Whether a setting of the critic has the value that the actor's has."""
-    own = job.found.get(f"{_P}{key.removeprefix('value.')}")
-    return key.startswith("value.") and own is not None and own.value == setting.value
 
 
 def _scores(out: Translation, job: JobSettings) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.imports.parts import CUT, put_estimator, put_overlong
+from flexrlhf.imports.parts import CUT, names_of, put_estimator, put_overlong
 from flexrlhf.imports.ratio_bounds import NO_BOUND, note_penalty, put_rejection
 from flexrlhf.imports.settings import LARGEST, JobSettings, Setting, is_true, read_scalar
 from flexrlhf.imports.translation import Translation
@@ -71,13 +71,14 @@ def put_algorithm(out: Translation, job: JobSettings) -> str:
 
 
 def _clip(out: Translation, job: JobSettings, name: str) -> None:
-    """Write the bounds of scores, if they are symmetric and of scores before a baseline."""
-    ends = job.listed("reward.clip_range")
-    low, high = _two(ends) or (None, None)
-    if name == "ppo" and high is not None and low == -high and high > 0:
-        out.put("algorithm.reward_clip", high, ends)
+    """Write the bounds of scores, if they are symmetric; of scores before a baseline, which OpenRLHF clips behind it."""
+    both = job.listed("reward.clip_range")
+    ends = [] if both is None else [read_scalar(each) for each in names_of(both.value)]
+    if len(ends) == 2 and all(isinstance(end, int | float) for end in ends) and 0 < ends[1] == -ends[0]:
+        out.put("algorithm.reward_clip", float(ends[1]), both)
+        out.drop(None if name == "ppo" else both, "scores are clipped at -x and x, before a baseline")
     else:
-        out.drop(ends, "scores are clipped at -x and x, before a baseline")
+        out.drop(both, "scores are clipped to the same bound on both sides of 0: algorithm.reward_clip")
 
 
 def _penalty(out: Translation, job: JobSettings) -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from flexrlhf.api import PEERS, UserError
-from flexrlhf.imports.adapter_parts import put_lora
-from flexrlhf.imports.device_parts import machines, other_roles, put_cluster, put_generating, put_gpus, put_vllm, span
-from flexrlhf.imports.expert_settings import put_router_loss
+from flexrlhf.imports.device_parts import (
+    machines,
+    machines_of,
+    other_roles,
+    put_cluster,
+    put_generating,
+    put_vllm,
+    span,
+)
 from flexrlhf.imports.launches import Launch, flags
+from flexrlhf.imports.model_parts import put_lora, put_router_loss
 from flexrlhf.imports.openrlhf.algorithm import put_algorithm
 from flexrlhf.imports.openrlhf.names import OLD_NAMES
 from flexrlhf.imports.openrlhf.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.parts import (
     mini_batches,
-    names_of,
     put_data,
     put_decoded,
     put_micro_batch,
@@ -25,10 +31,11 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
-from flexrlhf.imports.row_parts import drop_uses_of_rows, put_columns
 from flexrlhf.imports.run_parts import (
+    drop_uses_of_rows,
     interval,
     put_checkpoints,
+    put_columns,
     put_evaluation,
     put_length,
     put_loggers,
@@ -171,7 +178,6 @@ def _reinforced(out: Translation, job: JobSettings) -> None:
     tokens = _lengths(out, job)
     actor = put_needed_model(out, job, "actor", "actor.model_name_or_path")
     _scores(out, job)
-    _clip_scores(out, job)
     apart = [f"{role}.num_{each}" for role in _ROLES for each in ("nodes", "gpus_per_node")]
     job.pass_over("models without devices of their own", "train.colocate_", *apart)
     job.pass_over("what it says is written", "train.dynamic_batch_enable", "train.async_enable")
@@ -225,16 +231,6 @@ def _scores(out: Translation, job: JobSettings) -> None:
         put_columns(out, {"answer": labels})
 
 
-def _clip_scores(out: Translation, job: JobSettings) -> None:
-    """Write the bound of scores, which is the same above and below 0 here."""
-    both = job.get("reward.clip_range")
-    ends = [] if both is None else [read_scalar(each) for each in names_of(both.value)]
-    if len(ends) == 2 and all(isinstance(end, int | float) for end in ends) and 0 < ends[1] == -ends[0]:
-        out.put("algorithm.reward_clip", float(ends[1]), both)
-    else:
-        out.drop(both, "scores are clipped to the same bound on both sides of 0: algorithm.reward_clip")
-
-
 def _placement(out: Translation, job: JobSettings) -> Setting | None:
     """Write the machines and the ranks of each model; return the number of vLLM's engines."""
     engines, tp = job.count("vllm.num_engines"), job.count("vllm.tensor_parallel_size")
@@ -263,7 +259,7 @@ def _placement(out: Translation, job: JobSettings) -> Setting | None:
             ranks[role] = range(end, end + nodes * per_node)
             end += nodes * per_node
     generating = 0 if engines is None else engines.value * (tp.value if tp else 1)
-    put_gpus(out, end + generating, *(each for role in roles for each in sizes[role]), engines, tp)
+    put_cluster(out, [machines_of(end + generating)], *(each for role in roles for each in sizes[role]), engines, tp)
     for role in roles:
         out.put(f"placement.{role}.ranks", span(ranks[role]), *sizes[role])
     job.pass_over("models without devices of their own", "train.colocate_actor_ref", "train.colocate_critic_reward")

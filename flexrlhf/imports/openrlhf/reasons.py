@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.imports.adapter_parts import ADAPTERS
+from flexrlhf.imports.model_parts import ADAPTERS
 
 WITHOUT_EFFECT = {
     "logs, checkpoints and validation are of a run": r"""

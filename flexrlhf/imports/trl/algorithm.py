@@ -165,10 +165,7 @@ def put_supervised(out: Translation, job: JobSettings, name: str) -> None:
     """Write the settings of an algorithm that trains on given responses."""
     if name in ("dpo", "kto", "orpo", "simpo"):
         put_reals(out, job, {"beta": "beta"})
-    own = {
-        "simpo": {"gamma": "simpo_gamma"},
-        "kto": {key: key for key in ("desirable_weight", "undesirable_weight")},
-    }
+    own = {"simpo": {"gamma": "simpo_gamma"}, "kto": {key: key for key in ("desirable_weight", "undesirable_weight")}}
     put_reals(out, job, own.get(name, {}))
     if name == "simpo":
         _put_likelihood(out, job)

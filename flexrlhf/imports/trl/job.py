@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from flexrlhf.api import PEERS, UserError, read_yaml
-from flexrlhf.imports.adapter_parts import put_lora
-from flexrlhf.imports.device_parts import machines_of, put_apart, put_cluster, put_gpus, put_vllm
-from flexrlhf.imports.expert_settings import put_router_loss
+from flexrlhf.api import PEERS, UserError
+from flexrlhf.imports.device_parts import machines_of, put_apart, put_cluster, put_vllm
+from flexrlhf.imports.model_parts import put_lora, put_router_loss
 from flexrlhf.imports.parts import (
     put_decoded,
     put_lengths,
@@ -23,7 +18,7 @@ from flexrlhf.imports.parts import (
     put_recomputation,
     split_length,
 )
-from flexrlhf.imports.row_parts import drop_uses_of_rows
+from flexrlhf.imports.run_parts import drop_uses_of_rows
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.trl.algorithm import algorithm_of, put_reinforced, put_supervised
@@ -38,27 +33,11 @@ DEFAULTS: dict[str, Any] = {
     "lora_r": 16,
     "lora_alpha": 32,
 }
+_SAMPLED = {"num_generations": 8, "max_completion_length": 512, "max_prompt_length": 512}
 _OF: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "num_generations": 8,
-        "max_completion_length": 512,
-        "max_prompt_length": 512,
-        "vllm_gpu_memory_utilization": 0.3,
-    },
-    "async": {
-        "num_generations": 8,
-        "max_completion_length": 2048,
-        "max_prompt_length": 512,
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "max_staleness": 4,
-    },
-    "rloo": {
-        "num_generations": 2,
-        "max_completion_length": 512,
-        "max_prompt_length": 512,
-        "vllm_gpu_memory_utilization": 0.3,
-    },
+    "grpo": _SAMPLED | {"vllm_gpu_memory_utilization": 0.3},
+    "async": _SAMPLED | {"max_completion_length": 2048, "use_vllm": True, "vllm_mode": "server", "max_staleness": 4},
+    "rloo": _SAMPLED | {"num_generations": 2, "vllm_gpu_memory_utilization": 0.3},
     "ppo": {
         "response_length": 53,
         "max_prompt_length": 512,
@@ -159,7 +138,7 @@ def translate(
         _rollout(out, job, rows, tokens, processes.value, tp)
     elif name == "ppo":
         out.put("rollout.engine", "transformers", "its trainer")
-        put_decoded(out, _known(job, "local_rollout_forward_batch_size"))
+        put_decoded(out, job.known("local_rollout_forward_batch_size"))
     job.pass_over("what it says is written", "use_peft", "vllm_mode", "use_vllm", "importance_sampling_level")
     job.pass_over("the file's settings are read", *(["accelerate_config", "deepspeed"] if accelerate else []))
     drop_uses_of_rows(out, job)
@@ -191,18 +170,18 @@ def _take_defaults_of_before(out: Translation, job: JobSettings) -> None:
 
 def _batch(out: Translation, job: JobSettings, name: str, processes: Setting) -> int:
     """Write the batch, which TRL counts per device; return the responses of a step."""
-    rows, accumulated = (_known(job, key) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    rows, accumulated = (job.known(key) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
     update = rows.value * accumulated.value * processes.value
     if name in ("sft", "dpo", "reward", "kto", "orpo", "simpo"):
         out.put("algorithm.prompts_per_step", update, rows, accumulated, processes)
         return 0
     if name == "ppo":
-        number = _known(job, "num_mini_batches")
+        number = job.known("num_mini_batches")
         out.put("algorithm.prompts_per_step", update * number.value, rows, accumulated, number, processes)
         out.put("algorithm.num_mini_batches", number.value, number)
         out.put_same("algorithm.epochs", job.count("num_ppo_epochs"))
         return int(update * number.value)
-    samples = _known(job, "num_generations")
+    samples = job.known("num_generations")
     whole, generated = job.count("generation_batch_size"), job.count("steps_per_generation")
     size = whole.value if whole else update // accumulated.value * (generated.value if generated else accumulated.value)
     prompts = max(1, size // samples.value)
@@ -215,11 +194,6 @@ def _batch(out: Translation, job: JobSettings, name: str, processes: Setting) ->
         out.put("algorithm.num_mini_batches", min(updates, prompts), whole, generated, accumulated)
     out.put_same("algorithm.epochs", job.count("num_iterations"))
     return int(size)
-
-
-def _known(job: JobSettings, key: str) -> Setting:
-    """Return a setting that has a default; the default where the file's value is not in it."""
-    return job.count(key) or Setting(key, job.defaults[key], default=True)
 
 
 def _lengths(out: Translation, job: JobSettings, name: str) -> int:
@@ -262,7 +236,7 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
         put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), targets, excluded, by_root)
         if not job.has("lora_dropout") and not out.file.endswith(".py"):  # a LoraConfig's is 0
             out.note("TRL's adapters have a dropout of 0.05 if the file names none, here there is none")
-    rows, budget = _known(job, "per_device_train_batch_size"), job.count("token_budget")
+    rows, budget = job.known("per_device_train_batch_size"), job.count("token_budget")
     if budget is not None or "max_staleness" in job.defaults:
         out.put("models.all.micro_batch_tokens", budget.value if budget else tokens, budget or "the longest sequence")
     else:
@@ -285,7 +259,7 @@ def _devices(
         if nodes > 1 and processes.value % nodes == 0:
             put_cluster(out, [(nodes, processes.value // nodes)], processes)
         else:
-            put_gpus(out, processes.value, processes)
+            put_cluster(out, [machines_of(processes.value)], processes)
         out.put("placement", None, "every model in every process")
         if mode is not None and mode.value == "server":
             out.drop(mode, "the server's devices are not in the file: vLLM is on the devices that train")
@@ -311,21 +285,3 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int, process
         return
     out.put("rollout.engine", "vllm", uses)
     put_vllm(out, tp, None, share, rows, tokens)
-
-
-def accelerate_file(name: str | None, folder: Path) -> dict[str, Any]:
-    """Return the configuration of accelerate, or one that its name tells, if the file is not there."""
-    if name is None:
-        return {}
-    for parent in (folder, *folder.absolute().parents):
-        path = parent / name
-        if path.is_file():
-            try:
-                tree = read_yaml(path.read_text()) if not name.endswith(".json") else json.loads(path.read_text())
-            except (yaml.YAMLError, ValueError):
-                return {}
-            return tree if isinstance(tree, dict) else {}
-    for stage in range(4):
-        if f"zero{stage}" in name.lower().replace("_", "").replace("-", ""):
-            return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
-    return {"distributed_type": "FSDP"} if "fsdp" in name.lower() else {}

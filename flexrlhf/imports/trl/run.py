@@ -1,17 +1,23 @@
-"""Run of a TRL job: its processes, length, name, seed, loggers, evaluation and checkpoints; and its rows."""
+"""Run of a TRL job: its launcher and processes, length, name, seed, loggers, evaluation, checkpoints and rows."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from flexrlhf.api import read_yaml
 from flexrlhf.imports.parts import put_data
-from flexrlhf.imports.row_parts import put_columns
 from flexrlhf.imports.run_parts import (
     AT_STEPS,
     named_loggers,
     put_checkpoints,
+    put_columns,
     put_evaluation,
     put_length,
     put_loggers,
@@ -23,6 +29,11 @@ from flexrlhf.imports.translation import Translation
 
 _MADE = re.compile(r"\.(map|filter|select|shuffle|train_test_split)\(|concatenate|interleave|^\$?\w+$")
 """In an expression of a data set: what it loads is changed, or it is a name with several values."""
+
+OF_LAUNCHER = ("zero_stage", "use_deepspeed", "offload_optimizer_device", "use_fsdp", "config_file")
+"""Options of accelerate that are read."""
+OF_FILE = ("distributed_type", "num_processes")
+"""Settings of its file that are read."""
 
 
 def put_run(out: Translation, job: JobSettings) -> None:
@@ -100,3 +111,43 @@ def all_processes(
         return Setting("num_processes of accelerate's file", of_file["num_processes"]), number
     out.note("the number of processes is not in the file: eight devices are assumed, by which the batch is computed")
     return Setting("processes, assumed", 8), number
+
+
+def accelerate_file(name: str | None, folder: Path) -> dict[str, Any]:
+    """Return the configuration of accelerate, or one that its name tells, if the file is not there."""
+    if name is None:
+        return {}
+    for parent in (folder, *folder.absolute().parents):
+        path = parent / name
+        if path.is_file():
+            try:
+                tree = read_yaml(path.read_text()) if not name.endswith(".json") else json.loads(path.read_text())
+            except (yaml.YAMLError, ValueError):
+                return {}
+            return tree if isinstance(tree, dict) else {}
+    for stage in range(4):
+        if f"zero{stage}" in name.lower().replace("_", "").replace("-", ""):
+            return {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": stage}}
+    return {"distributed_type": "FSDP"} if "fsdp" in name.lower() else {}
+
+
+def with_options(file: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, Any]:
+    """Return the configuration of accelerate under the options of its command.
+
+    file:  accelerate's, or DeepSpeed's, which names a stage in ``zero_optimization``.
+    """
+    found, zero = dict(file), file.get("zero_optimization")
+    if isinstance(zero, Mapping):
+        offload = zero.get("offload_optimizer")
+        device = offload.get("device") if isinstance(offload, Mapping) else None
+        own = {"zero_stage": zero.get("stage", 0), "offload_optimizer_device": device}
+        found = {"distributed_type": "DEEPSPEED", "deepspeed_config": own}
+    if "use_deepspeed" in options or "zero_stage" in options:
+        found["distributed_type"] = "DEEPSPEED"
+        own = {"zero_stage": 2, **(found.get("deepspeed_config") or {})}
+        stage, device = options.get("zero_stage", ""), options.get("offload_optimizer_device")
+        own |= {"zero_stage": int(stage)} if stage in ("0", "1", "2", "3") else {}
+        found["deepspeed_config"] = own | ({"offload_optimizer_device": device} if device else {})
+    elif "use_fsdp" in options:
+        found["distributed_type"] = "FSDP"
+    return found

@@ -5,16 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flexrlhf.api import PEERS, UserError
-from flexrlhf.imports.adapter_parts import put_lora
-from flexrlhf.imports.device_parts import (
-    machines,
-    put_apart,
-    put_cluster,
-    put_vllm,
-)
-from flexrlhf.imports.expert_settings import (
-    put_router_replay,
-)
+from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
+from flexrlhf.imports.model_parts import put_lora, put_router_replay
 from flexrlhf.imports.parts import (
     mini_batches,
     put_data,
@@ -27,21 +19,13 @@ from flexrlhf.imports.parts import (
     split_length,
     updates_of,
 )
-from flexrlhf.imports.row_parts import drop_uses_of_rows, put_columns
+from flexrlhf.imports.run_parts import drop_uses_of_rows, put_columns
 from flexrlhf.imports.settings import JobSettings, Setting, is_true
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.verl.algorithm import put_algorithm
 from flexrlhf.imports.verl.reasons import WITH_EFFECT, WITHOUT_EFFECT
-from flexrlhf.imports.verl.run import put_run, put_supervised_columns
-from flexrlhf.imports.verl.scores import put_scores
-from flexrlhf.imports.verl.splits import (
-    SPLITS,
-    TYPES,
-    put_engine,
-    put_other_roles,
-    put_saved_activations,
-    put_splits,
-)
+from flexrlhf.imports.verl.run import put_run, put_scores, put_supervised_columns
+from flexrlhf.imports.verl.splits import SPLITS, TYPES, put_engine, put_other_roles, put_saved_activations, put_splits
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _SIZES = PEERS["verl"].trainers["ppo"].sizes

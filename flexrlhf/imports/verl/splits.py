@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-from flexrlhf.api import FoundModel
-from flexrlhf.imports.adapter_parts import put_lora
 from flexrlhf.imports.device_parts import num_devices
-from flexrlhf.imports.expert_settings import (
+from flexrlhf.imports.model_parts import (
     NO_MEGATRON,
     NO_SPLIT,
     has_experts,
     put_expert_ranks,
+    put_lora,
     put_megatron_losses,
 )
 from flexrlhf.imports.parts import put_offloaded_activations, put_recomputation
@@ -124,7 +123,7 @@ def put_saved_activations(out: Translation, job: JobSettings, role: str, *prefix
 
 def _split_sequences(out: Translation, job: JobSettings, prefix: str) -> None:
     """Write ranks that share a sequence as context-parallel ones, as far as heads and the ranks of a node divide."""
-    key, known = "ulysses_sequence_parallel_size", FoundModel.known(out.value("models.actor.init"))
+    key, known = "ulysses_sequence_parallel_size", out.known_model("actor")
     setting, per_node = job.count(prefix + key, key), job.count("--nproc_per_node", "trainer.n_gpus_per_node")
     if setting is None:
         return
