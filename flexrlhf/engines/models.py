@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -42,23 +41,16 @@ from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
 from flexrlhf.memory.packed_rows import TextPacking
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.adapter_files import (
-    adapter_layers,
-    base_model,
-    frozen_model,
-    has_adapters,
-    stored_adapters,
-)
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
     check_none_missing,
-    stored_head_name,
 )
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import read_config
 from flexrlhf.weights.shards import Part, parts_of
+from flexrlhf.weights.stored_model import StoredModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLASSES: dict[Head, Any] = {
@@ -87,7 +79,8 @@ def load_model(placed: PlacedModel, seed: int, pad_token_id: int | None = None) 
 
 def load_frozen(placed: PlacedModel, seed: int) -> PreTrainedModel:
     """Return the model of ``placed`` without the adapters that are trained, as ``load_model`` does."""
-    settings = frozen_model(placed.role, placed.settings).model_copy(update={"lora": None})
+    path = StoredModel.frozen(placed.role, placed.settings).path
+    settings = placed.settings.model_copy(update={"path": path, "lora": None})
     return load_model(replace(placed, settings=settings), seed)
 
 
@@ -95,8 +88,8 @@ def frozen_files(placed: PlacedModel) -> str | None:
     """Return the directory with the weights of ``load_frozen`` and no others: neither adapters nor a scalar head; None
     where there is none.
     """
-    path = frozen_model(placed.role, placed.settings).path
-    return None if path is None or has_adapters(path) or saved_value_head(path) is not None else path
+    files = StoredModel.frozen(placed.role, placed.settings)
+    return None if files.has_adapters or saved_value_head(files.path) is not None else files.path
 
 
 @contextmanager
@@ -161,16 +154,18 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
             fresh: PreTrainedModel = kind.from_config(config, **options)
             return fresh
         model, info = kind.from_pretrained(
-            base_model(placed.role, settings).path,
+            StoredModel.of(placed.role, settings).whole.path,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             use_safetensors=True,
             **options,
             **extra,
         )
-    layers = adapter_layers(frozen_model(placed.role, settings).path)
+    layers = StoredModel.frozen(placed.role, settings).layers
     _check_loaded(
-        key, info, {ParameterName.SCALAR_HEAD} if may_lack_head(placed) or has_adapters(settings.path) else set()
+        key,
+        info,
+        {ParameterName.SCALAR_HEAD} if may_lack_head(placed) or StoredModel(settings.path).has_adapters else set(),
     )
     loaded: PreTrainedModel = model
     for directory in layers:
@@ -184,7 +179,7 @@ def empty_model(placed: PlacedModel) -> PreTrainedModel:
     extra = {"num_labels": 1} if placed.head == "scalar" else {}
     with one_sentence_errors(key):
         load_config(placed.role, settings)
-        path = base_model(placed.role, settings).path
+        path = StoredModel.of(placed.role, settings).whole.path
         config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code, **extra)
         with torch.device("meta"):
             model: PreTrainedModel = CLASSES[placed.head].from_config(config, **_options(placed))
@@ -207,10 +202,8 @@ def _options(placed: PlacedModel) -> dict[str, Any]:
 
 def _head_name(placed: PlacedModel) -> str | None:
     """Return the name of the scalar head in the model's files, where it is not transformers' and the head is used."""
-    path = base_model(placed.role, placed.settings).path
-    if path is None or placed.head != "scalar":
-        return None
-    return stored_head_name(f"models.{placed.role}.path", Path(path))
+    whole = StoredModel.of(placed.role, placed.settings).whole
+    return whole.head_name if placed.head == "scalar" else None
 
 
 def _with_merged_adapters(key: str, model: PreTrainedModel, directory: str) -> PreTrainedModel:
@@ -287,7 +280,7 @@ def read_adapters(
     rank:   whose parts the tensors are; None: they are whole.
     sizes:  of a model that may have fewer key-value heads than tensor-parallel ranks.
     """
-    stored, reader = stored_adapters(placed.role, str(placed.settings.path)), PartReader()
+    stored, reader = StoredModel.of(placed.role, placed.settings).adapter_tensors, PartReader()
     shapes = tuple((name, each.shape) for name, each in stored.items() if name in tensors)
     whole = {name: Part.whole(shape) for name, shape in shapes}
     for name, part in (whole if rank is None else parts_of(placed, shapes, rank, sizes)).items():

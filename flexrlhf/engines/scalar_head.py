@@ -13,7 +13,6 @@ mask. A sequence is all tokens of the mask.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -23,10 +22,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader
-from flexrlhf.weights.adapter_files import has_adapters, stored_adapters
-from flexrlhf.weights.model_files import stored_tensors
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shards import Part
+from flexrlhf.weights.stored_model import StoredModel
 
 
 @dataclass
@@ -40,7 +38,7 @@ def add_value_head(model: PreTrainedModel, path: str | None) -> None:
     """Add a scalar head to the causal ``model``: that of the files in ``path``, else a random one as transformers'."""
     # without torch's own initialisation, which would be overwritten
     head = nn.Linear(model.config.hidden_size, 1, bias=False, device="meta").to_empty(device="cpu")
-    saved = None if path is None else saved_value_head(path)
+    saved = saved_value_head(path)
     with torch.no_grad():
         if saved is None:
             head.weight.normal_(0.0, model.config.initializer_range)
@@ -50,10 +48,10 @@ def add_value_head(model: PreTrainedModel, path: str | None) -> None:
     model.forward = MethodType(_both_heads, model)
 
 
-def saved_value_head(directory: str) -> Tensor | None:
+def saved_value_head(directory: str | None) -> Tensor | None:
     """Return the scalar head (1, hidden) in the safetensors files of a model; None where they have none."""
-    found = stored_adapters("", directory) if has_adapters(directory) else stored_tensors("model", Path(directory))
-    stored = found.get(ParameterName.SCALAR_HEAD)
+    files = StoredModel(directory)
+    stored = (files.adapter_tensors if files.has_adapters else files.tensors).get(ParameterName.SCALAR_HEAD)
     if stored is None:
         return None
     weight = torch.empty(stored.shape, dtype=TORCH_TYPES[stored.dtype])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,14 +22,14 @@ from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.engines.tensor_parallel import TensorParallelNames
 from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader, StoredPieces
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.adapter_files import base_model, stored_adapters
 from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.loading import is_read_in_parts
-from flexrlhf.weights.model_files import StoredTensor, named_as, stored_tensors
+from flexrlhf.weights.model_files import StoredTensor, named_as
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import read_config
 from flexrlhf.weights.shards import Part
+from flexrlhf.weights.stored_model import StoredModel
 
 
 @dataclass(frozen=True)
@@ -129,12 +128,12 @@ def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, 
     family = read_config(placed.role, settings)["model_type"]
     if not is_read_in_parts(settings, family):
         return None
-    model, path = empty_model(placed), str(base_model(placed.role, settings).path)
+    model, files = empty_model(placed), StoredModel.of(placed.role, settings)
     pieces = {name: tuple(file_pieces(family, name, tuple(p.shape))) for name, p in model.named_parameters()}
     shapes = {each.name: each.shape for of_parameter in pieces.values() for each in of_parameter}
     shapes |= {name: tuple(bias.shape) for name, bias in router_biases(model).items()}
-    found = named_as(stored_tensors(f"models.{placed.role}.path", Path(path)), shapes)
-    if settings.goes_on_adapters and ParameterName.SCALAR_HEAD in stored_adapters(placed.role, settings.path):
+    found = named_as(files.whole.tensors, shapes)
+    if settings.goes_on_adapters and ParameterName.SCALAR_HEAD in files.adapter_tensors:
         found.pop(ParameterName.SCALAR_HEAD, None)
     missing = set(shapes) - set(found)
     if missing - ({ParameterName.SCALAR_HEAD} if may_lack_head(placed) else set()) or not _fit(model, shapes, found):

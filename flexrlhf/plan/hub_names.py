@@ -9,8 +9,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.data.hub import HubName
 from flexrlhf.errors import UserError
 from flexrlhf.plan.tokenizers import has_tokenizer
-from flexrlhf.weights.adapter_files import has_adapters
-from flexrlhf.weights.model_files import weight_files
+from flexrlhf.weights.stored_model import StoredModel
 
 
 def with_snapshots(spec: Spec) -> Spec:
@@ -58,9 +57,10 @@ class _Directories:
 
 
 def _is_model(directory: Path) -> bool:
-    if has_adapters(str(directory)):
+    stored = StoredModel(str(directory))
+    if stored.has_adapters:
         return True
     try:
-        return (directory / "config.json").is_file() and bool(weight_files("", directory))
+        return (directory / "config.json").is_file() and bool(stored.files)
     except UserError:
         return False

@@ -25,19 +25,15 @@ from flexrlhf.plan.run_tokenizer import (
     load_tokenizer,
 )
 from flexrlhf.rewards.checks import SourceChecks
-from flexrlhf.weights.adapter_files import adapter_layers, base_model, has_adapters
 from flexrlhf.weights.loading import is_native, load_config, model_key, one_sentence_errors
 from flexrlhf.weights.model_files import (
-    INDEX,
-    SINGLE,
     check_left_over,
     check_stored,
     named_as,
-    stored_tensors,
-    weight_files,
 )
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import read_config
+from flexrlhf.weights.stored_model import StoredModel
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 """Settings of an activation in the configs of transformers' families."""
@@ -145,8 +141,7 @@ def _check_model(plan: Plan, role: str, num_tokens: int, largest_token: int) -> 
     largest_token:  of the data, and of end and padding
     """
     model = plan.model(role)
-    if (whole := base_model(role, model).path) is not None:
-        _check_weights(role, whole)
+    _check_weights(StoredModel.of(role, model).whole)
     if model.retokenize:
         return
     size = getattr(load_config(role, model).get_text_config(), "vocab_size", None)
@@ -159,9 +154,9 @@ def _check_model(plan: Plan, role: str, num_tokens: int, largest_token: int) -> 
         )
 
 
-def _check_weights(role: str, directory: str) -> None:
-    if not weight_files(f"models.{role}.path", Path(directory)):
-        raise UserError(f"models.{role}.path {directory}: no weights in it (no file {SINGLE} or {INDEX})")
+def _check_weights(model: StoredModel) -> None:
+    if model.path is not None and not model.files:
+        raise UserError(f"{model.key} {model.path}: no weights in it (no file {model.SINGLE} or {model.INDEX})")
 
 
 def _check_models(plan: Plan, pending: Collection[Path], has_data: bool) -> None:
@@ -184,9 +179,9 @@ def _check_planned(plan: Plan, role: str, is_built: bool) -> None:
         check_architecture(role, model, heads_of(plan.graph)[role], new_head)
     if role == "actor":
         listed_end_tokens(model)
-    whole = base_model(role, model).path
-    if whole is not None and any(Path(whole).glob("*.bin")):
-        _check_weights(role, whole)
+    whole = StoredModel.of(role, model).whole
+    if whole.path is not None and any(Path(whole.path).glob("*.bin")):
+        _check_weights(whole)
     config = read_config(role, model)
     if model.retokenize:
         _check_text_limit(role, model, config)
@@ -224,8 +219,9 @@ def check_architecture(role: str, model: ModelSpec, head: Head, new_head: bool) 
     ``new_head``: whether files may lack a scalar head. Models with code of their own, which is trusted, are built by
     the ranks alone.
     """
-    whole, new_head = base_model(role, model), new_head or has_adapters(model.path)
-    layers, model = adapter_layers(model.path), whole
+    source = StoredModel.of(role, model)
+    layers, new_head = source.layers, new_head or source.has_adapters
+    model = model.model_copy(update={"path": source.whole.path})
     config = load_config(role, model)
     family = read_config(role, model)["model_type"]
     if is_native(family):
@@ -303,7 +299,7 @@ def _check_files(role: str, model: ModelSpec, built: Any, optional: set[str]) ->
     directory without any weights can be planned with. ``built``: the model, on the meta device.
     """
     assert model.path is not None, "a model without files has none to check"
-    stored = stored_tensors(f"models.{role}.path", Path(model.path))
+    stored = StoredModel.of(role, model).tensors
     if not stored:
         return
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}

@@ -19,11 +19,11 @@ from flexrlhf.placement.devices import DeviceClass
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.engine_checks import check_replayed_passes, check_ring, check_settings, engines_with
-from flexrlhf.weights.adapter_files import has_adapters
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import read_config
+from flexrlhf.weights.stored_model import StoredModel
 
 FLASH = Package("flash_attn", "flash", "flash-attn")
 FLASH_CAPABILITY = 8.0
@@ -520,7 +520,7 @@ def check_packages(placement: Placement) -> None:
         packages = {engine: model.facts.package}
         if model.settings.lora is not None:
             packages["lora"] = PEFT
-        if has_adapters(model.settings.path):
+        if StoredModel(model.settings.path).has_adapters:
             packages["the adapters in its path"] = PEFT
         packages |= _packages_of_kernels(model)
         for feature, package in packages.items():

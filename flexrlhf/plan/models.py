@@ -22,11 +22,11 @@ from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_family
 from flexrlhf.plan.score_sources import SECTIONS
-from flexrlhf.weights.adapter_files import adapters_in, has_adapters, stored_adapters
 from flexrlhf.weights.model_files import check_stored
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import model_shape, read_config
+from flexrlhf.weights.stored_model import StoredModel
 
 _ORIGINS = {"ref": "actor", "critic": "reward", "cost_critic": "cost"}
 """Role → the one whose weights it starts from if it has none: a critic from the model that scores."""
@@ -158,15 +158,15 @@ def _new_or_stored(role: str, model: ModelSpec, head: Head, pending: Mapping[Pat
 
     Raises UserError if it cannot go on with them, but has to.
     """
-    lora, path = model.lora, model.path
+    lora, source = model.lora, StoredModel.of(role, model)
     assert lora is not None, "a model with adapters"
-    before = None if path is None else pending.get(Path(realpath(path)))
+    before = None if source.path is None else pending.get(Path(realpath(source.path)))
     key, where = f"models.{role}.lora", f"the adapters in models.{role}.path"
-    if (before is None and not has_adapters(path)) or (before is not None and before.lora is None):
+    if (before is None and not source.has_adapters) or (before is not None and before.lora is None):
         if lora.new is False:
             raise UserError(f"{key}.new: false goes on with {where}, which has none; remove it")
         return lora
-    stored = before.lora if before is not None else adapters_in(role, str(path))
+    stored = before.lora if before is not None else source.adapters
     shape = None if before is not None or stored is None else model_shape(role, model, head)
     if stored is not None and shape is not None and {*shape.lora_candidates} == {*(stored.targets or ())}:
         # as a run writes that has saved them
@@ -296,15 +296,11 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
                 if lora.new is not False:
                     shape.check_rank(role, lora)
                 elif not saved_later:
-                    _check_stored_adapters(role, str(model.path), shape)
+                    stored, head = StoredModel.of(role, model), {ParameterName.SCALAR_HEAD}
+                    where = f"{stored.key} {stored.path}"
+                    check_stored(where, stored.adapter_tensors, dict(shape.trained), head, "its base model")
             shapes[role] = first_equal(shape)
     return {role: shapes[role] for role in graph.roles if role in shapes}
-
-
-def _check_stored_adapters(role: str, path: str, shape: ModelShape) -> None:
-    """Raise UserError for files of adapters that are not those of the model."""
-    expected, key = dict(shape.trained), f"models.{role}.path {path}"
-    check_stored(key, stored_adapters(role, path), expected, {ParameterName.SCALAR_HEAD}, "its base model")
 
 
 def origins_first(graph: Graph) -> list[str]:

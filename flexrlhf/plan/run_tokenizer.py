@@ -15,9 +15,9 @@ from flexrlhf.data.files import json_type
 from flexrlhf.environments.tool_schemas import tool_schemas
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.tokenizers import has_tokenizer, tokenizer_source
-from flexrlhf.weights.adapter_files import base_model
 from flexrlhf.weights.loading import one_sentence_errors, quiet
 from flexrlhf.weights.model_files import check_regular
+from flexrlhf.weights.stored_model import StoredModel
 
 if TYPE_CHECKING:
     from flexrlhf.plan.plan import Plan
@@ -159,7 +159,7 @@ def listed_end_tokens(policy: ModelSpec) -> tuple[int, ...]:
 
 def _read(policy: ModelSpec) -> dict[str, Any]:
     """Return the contents of the policy's generation config; nothing if it has none."""
-    path = base_model("actor", policy).path
+    path = StoredModel.of("actor", policy).whole.path
     file = None if path is None else Path(path) / GENERATION_CONFIG
     if file is None or not file.is_file():
         return {}

@@ -21,9 +21,9 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph
 from flexrlhf.plan.models import origins_first
 from flexrlhf.plan.score_sources import is_scorer
-from flexrlhf.weights.adapter_files import base_model
 from flexrlhf.weights.model_files import check_regular
 from flexrlhf.weights.shapes import read_config
+from flexrlhf.weights.stored_model import StoredModel
 
 WHOLE = "tokenizer.json"
 TOKENIZER_FILES = (WHOLE, "vocab.json", "vocab.txt", "tokenizer.model")
@@ -137,7 +137,7 @@ def tokenizer_source(spec: Spec, graph: Graph) -> tuple[str, str] | None:
 
 def tokenizer_of(role: str, model: ModelSpec) -> Path | None:
     """Return the directory with the tokenizer of a model: its own, else that of the model under its adapters."""
-    paths = (model.path, base_model(role, model).path)
+    paths = (model.path, StoredModel.of(role, model).whole.path)
     return next((Path(path) for path in paths if path is not None and has_tokenizer(Path(path))), None)
 
 

@@ -30,12 +30,11 @@ from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
 from flexrlhf.runs.model_directory import TOKENIZER_FILES, ModelDirectory, SavedAdapters
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.tensor_files import PieceReader, piece_key
-from flexrlhf.weights.adapter_files import ADAPTER_CONFIG, frozen_model, has_adapters
 from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.loading import load_config
-from flexrlhf.weights.model_files import stored_tensors, weight_files
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import stored_type
+from flexrlhf.weights.stored_model import StoredModel
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,10 @@ def _trained_model(
 
 def _saved_model(run: Path, role: str | None) -> TrainedModel:
     """Return a model that a run has saved as adapters. Raises UserError for others: these are whole already."""
-    if (run / ADAPTER_CONFIG).is_file() and RunDirectory(run.parent).config.is_file():
+    if (run / StoredModel.ADAPTER_CONFIG).is_file() and RunDirectory(run.parent).config.is_file():
         run, role = run.parent, role or run.name
     whole = [path.parent for path in sorted(run.glob("*/config.json"))]
-    roles = [path.parent.name for path in sorted(run.glob(f"*/{ADAPTER_CONFIG}"))]
+    roles = [path.parent.name for path in sorted(run.glob(f"*/{StoredModel.ADAPTER_CONFIG}"))]
     chosen = role or next(iter(sorted([*roles, *(path.name for path in whole)])), "")
     written = RunDirectory(run).config
     if chosen not in roles or not written.is_file():
@@ -174,7 +173,8 @@ def _saved_type(settings: ModelSpec) -> Dtype:
     if settings.save_dtype != "auto":
         return settings.save_dtype
     path = Path(settings.path) if settings.path is not None and settings.lora is None else None
-    return stored_type(stored_tensors("the base model", path)) if path is not None and path.is_dir() else "float32"
+    stored = StoredModel(None if path is None else str(path), "the base model")
+    return stored_type(stored.tensors) if path is not None and path.is_dir() else "float32"
 
 
 def _newest_undamaged(found: list[CheckpointDirectory]) -> CheckpointDirectory:
@@ -198,15 +198,15 @@ def _base_tensors(settings: ModelSpec) -> dict[str, safe_open]:
     """Open the files of the model that adapters change: name of a tensor → its file; none without adapters."""
     if settings.lora is None:
         return {}
-    path = frozen_model("", settings).path
-    if path is None:
+    base = replace(StoredModel.frozen("", settings), key="the base model")
+    if base.path is None:
         raise UserError("--merge-adapters: the base model has no path, it was made of random weights")
-    if has_adapters(path):
+    if base.has_adapters:
         raise UserError(
-            f"--merge-adapters: the base model {path} is itself adapters; export that run with "
+            f"--merge-adapters: the base model {base.path} is itself adapters; export that run with "
             f"--merge-adapters first, and load the adapters of this one on the result"
         )
-    files = [safe_open(path, framework="pt") for path in weight_files("the base model", Path(path))]
+    files = [safe_open(path, framework="pt") for path in base.files]
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
 

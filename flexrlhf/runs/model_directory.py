@@ -24,16 +24,11 @@ from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import UserError
 from flexrlhf.runs.durable_files import replace_directory
 from flexrlhf.runs.tensor_files import save_tensors
-from flexrlhf.weights.adapter_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    PREFIX,
-    frozen_model,
-)
 from flexrlhf.weights.expert_files import FilePiece, file_pieces
-from flexrlhf.weights.model_files import BLOCK_BYTES, INDEX, read_header
+from flexrlhf.weights.model_files import BLOCK_BYTES, read_header
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.saving import split_files
+from flexrlhf.weights.stored_model import StoredModel
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -155,7 +150,7 @@ class ModelFiles:
         if len(self._files) > 1:
             total = sum(form.nbytes for form in self._forms.values())
             index = {"metadata": {"total_size": total}, "weight_map": self._places}
-            (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (self._directory / StoredModel.INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 @contextmanager
@@ -268,7 +263,7 @@ class ModelDirectory:
             target_modules=targets,
             target_parameters=[f"mlp.experts.{name}" for name in of_experts] or None,
             modules_to_save=modules,
-            base_model_name_or_path=frozen_model("", model).path,
+            base_model_name_or_path=StoredModel.frozen("", model).path,
             task_type="SEQ_CLS" if modules else "CAUSAL_LM",
             inference_mode=True,
         )
@@ -326,12 +321,12 @@ def _as_peft(name: str, tensor: Tensor, of_experts: Sequence[str]) -> tuple[str,
     (outputs, rank * experts), the experts fastest; ``of_experts``: their weights that have adapters, of which peft
     wraps the last one's layer around the others'."""
     if not ParameterName(name).is_of_experts:
-        return f"{PREFIX}{name.replace(f'.{ParameterName.ADAPTER}', '')}", tensor
+        return f"{StoredModel.PREFIX}{name.replace(f'.{ParameterName.ADAPTER}', '')}", tensor
     plain, matrix = ParameterName(name).without_adapter
     path, _, target = plain.rpartition(".")
     wrapped = "base_layer." * (target == "gate_up_proj" and len(of_experts) > 1)
     flat = tensor.flatten(0, 1) if matrix == "lora_A" else tensor.permute(1, 2, 0).flatten(1)
-    return f"{PREFIX}{path}.{wrapped}{matrix}.weight", flat.contiguous()
+    return f"{StoredModel.PREFIX}{path}.{wrapped}{matrix}.weight", flat.contiguous()
 
 
 class SavedAdapters:
@@ -345,15 +340,17 @@ class SavedAdapters:
 
     def __init__(self, role: str, directory: Path) -> None:
         key = f"models.{role}.path {directory}"
-        header = read_header(key, directory / ADAPTER_WEIGHTS)
+        header = read_header(key, directory / StoredModel.ADAPTER_WEIGHTS)
         try:
-            config = json.loads((directory / ADAPTER_CONFIG).read_bytes())
+            config = json.loads((directory / StoredModel.ADAPTER_CONFIG).read_bytes())
             self.gives_scores, self._rank = config["task_type"] == "SEQ_CLS", int(config["r"])
             of_experts = sorted(name.rpartition(".")[2] for name in config.get("target_parameters") or ())
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{key}: its {ADAPTER_CONFIG} cannot be read ({str(error).splitlines()[0]})") from None
+            raise UserError(
+                f"{key}: its {StoredModel.ADAPTER_CONFIG} cannot be read ({str(error).splitlines()[0]})"
+            ) from None
         self._stored = {_from_peft(name, of_experts): name for name in header}
-        self._file = safe_open(directory / ADAPTER_WEIGHTS, framework="pt")
+        self._file = safe_open(directory / StoredModel.ADAPTER_WEIGHTS, framework="pt")
         self.names = sorted(self._stored)
 
     def tensor(self, name: str) -> Tensor:
@@ -368,7 +365,7 @@ class SavedAdapters:
 
 def _from_peft(name: str, of_experts: Sequence[str]) -> str:
     """Return the name of a parameter by its name in peft's file: the inverse of ``_as_peft``."""
-    own = name.removeprefix(PREFIX)
+    own = name.removeprefix(StoredModel.PREFIX)
     path, _, matrix = own.removesuffix(".weight").rpartition(".")
     if matrix not in ParameterName.MATRICES:
         return own

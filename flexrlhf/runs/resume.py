@@ -20,7 +20,7 @@ from flexrlhf.runs.fingerprints import Fingerprints
 from flexrlhf.runs.manifest import Manifest, Progress
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.text import counted
-from flexrlhf.weights.model_files import weight_files
+from flexrlhf.weights.stored_model import StoredModel
 
 AUTO = "auto"
 MODEL_CONFIG = "config.json"
@@ -339,4 +339,4 @@ def _starts_from(plan: Plan, outputs: set[Path]) -> bool:
 
 def _is_model(directory: Path) -> bool:
     """Return whether a directory has a model. Raises UserError for one without some of its files."""
-    return (directory / MODEL_CONFIG).is_file() and bool(weight_files("a saved model", directory))
+    return (directory / MODEL_CONFIG).is_file() and bool(StoredModel(str(directory), "a saved model").files)

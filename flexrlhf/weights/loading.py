@@ -14,8 +14,8 @@ from typing import Any
 from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.errors import UserError, is_exhaustion, nearest
-from flexrlhf.weights.adapter_files import base_model, frozen_model, has_adapters
 from flexrlhf.weights.shapes import read_config
+from flexrlhf.weights.stored_model import StoredModel
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def load_config(role: str, model: ModelSpec) -> Any:
     """
     from transformers import AutoConfig
 
-    model = base_model(role, model)
+    model = model.model_copy(update={"path": StoredModel.of(role, model).whole.path})
     raw, key = read_config(role, model), model_key(role, model)
     if not is_native(raw["model_type"]):
         _check_code(role, model, raw)
@@ -105,10 +105,10 @@ def is_read_in_parts(model: ModelSpec, family: str) -> bool:
     They do so for a model in files of its own, without adapters that are merged, of a family whose parameters and
     buffers follow from its config. ``family``: of its config.
     """
-    path = frozen_model("", model).path
-    if path is None or has_adapters(path) or family not in Families.KNOWN:
+    files = StoredModel.frozen("", model)
+    if files.path is None or files.has_adapters or family not in Families.KNOWN:
         return False
-    may_have_code = model.trust_remote_code and (Path(path) / "config.json").is_file()
+    may_have_code = model.trust_remote_code and (Path(files.path) / "config.json").is_file()
     return not (may_have_code and read_config("", model).get("auto_map"))
 
 

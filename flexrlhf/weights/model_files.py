@@ -1,7 +1,6 @@
-"""Weight files of a model directory, read by their headers alone: name, shape and type of every tensor.
+"""Weight files of a model, read by their headers alone: name, shape and type of every tensor.
 
-They are the files that transformers loads: ``model.safetensors``, else the ones in an index. A file that cannot be
-read, is cut or is no safetensors file raises UserError, before a rank starts.
+A file that cannot be read, is cut or is no safetensors file raises UserError, before a rank starts.
 """
 
 from __future__ import annotations
@@ -16,14 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from flexrlhf.errors import UserError, shown
+from flexrlhf.errors import UserError, some_of
 from flexrlhf.weights.parameters import ParameterName
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 SCALAR_BIAS = "score.bias"
-HEAD_NAMES = ("v_head", "value_head", "reward_head", "score_head", "classifier", "v_head.summary")
-"""What other libraries call the linear layer that transformers calls ``score``."""
 FLOATS = ("F32", "F16", "BF16", "F64")
 """Types of weights that are loaded; others are of quantised models or masks."""
 NOT_PARAMETERS = (r"rotary_emb\.", r"\.[kv]_scale$", r"(^|\.)masked_bias$")
@@ -57,89 +52,10 @@ class StoredTensor:
     start: int
 
 
-def stored_tensors(key: str, directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a model directory by name; none where it has no weights. ``key``: for the message.
-
-    A scalar head of another library's name has the name that transformers gives it.
-    """
-    stored: dict[str, StoredTensor] = {}
-    for file in weight_files(key, directory):
-        found = read_header(f"{key} {directory}", file)
-        for name in sorted(found.keys() & stored.keys()):
-            raise UserError(
-                f"{key} {directory}: {name} is in {stored[name].file.name} and in {file.name}; copy the whole "
-                f"directory, or remove the file that is not of this model"
-            )
-        stored |= found
-    head = own_head_name(stored)
-    renamed = {} if head is None else {f"{head}.weight": ParameterName.SCALAR_HEAD, f"{head}.bias": SCALAR_BIAS}
-    return {renamed.get(name, name): tensor for name, tensor in stored.items()}
-
-
-def own_head_name(names: Collection[str]) -> str | None:
-    """Return the name of a scalar head among ``names`` of tensors that is not transformers'; None where there is none.
-
-    The name is without ``.weight``.
-    """
-    if ParameterName.SCALAR_HEAD in names:
-        return None
-    return next((name for name in HEAD_NAMES if f"{name}.weight" in names), None)
-
-
-def stored_head_name(key: str, directory: Path) -> str | None:
-    """Return the name of the scalar head in a model's directory where it is not transformers', without ``.weight``."""
-    names = {name for file in weight_files(key, directory) for name in read_header(f"{key} {directory}", file)}
-    return own_head_name(names)
-
-
-def weight_files(key: str, directory: Path) -> tuple[Path, ...]:
-    """Return the safetensors files that transformers loads from a directory; none where it has no weights.
-
-    Raises UserError for an index that is no index or names missing files, and for files that no index names.
-    """
-    where = f"{key} {directory}"
-    if _exists(directory / SINGLE):
-        return (directory / SINGLE,)
-    if _exists(directory / INDEX):
-        files = tuple(directory / name for name in _indexed(where, directory / INDEX))
-        if not files:
-            raise UserError(f"{where}: {INDEX} names no file; copy the whole directory")
-        missing = [file.name for file in files if not _exists(file)]
-        if missing:
-            raise UserError(f"{where}: {INDEX} names {_some(missing)}, which is not there; copy the whole directory")
-        return files
-    others = sorted(file.name for file in directory.glob("*.safetensors"))
-    if others:
-        raise UserError(f"{where}: has {_some(others)}, but neither {SINGLE} nor {INDEX}, one of which is loaded")
-    return ()
-
-
-def _exists(file: Path) -> bool:
-    """Whether there is such an entry, a dangling link too: reading that is an error."""
-    return file.exists() or file.is_symlink()
-
-
 def check_regular(where: str, file: Path) -> None:
     """Raise UserError for a pipe or a device, the reading of which may never end. ``where``: for the message."""
     if file.exists() and not file.is_file() and not file.is_dir():
         raise UserError(f"{where}: {file.name} is a pipe or a device, not a file; copy it again")
-
-
-def _indexed(where: str, index: Path) -> list[str]:
-    check_regular(where, index)
-    try:
-        content = json.loads(index.read_bytes())
-    except OSError as error:
-        raise UserError(f"{where}: {index.name} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        content = None
-    names = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise UserError(f"{where}: {index.name} is no index of weights (JSON with a weight_map); copy it again")
-    outside = next((name for name in names.values() if name in ("", "..") or Path(name).name != name), None)
-    if outside is not None:
-        raise UserError(f"{where}: {index.name} names {shown(outside)}, which is not in the directory; copy it again")
-    return sorted(set(names.values()))
 
 
 def read_header(where: str, file: Path) -> dict[str, StoredTensor]:
@@ -266,7 +182,8 @@ def check_left_over(
         )
     if left:
         raise UserError(
-            f"{key}: its files have {_some(left)}, which the model of its config.json has not; correct one or the other"
+            f"{key}: its files have {some_of(left, 3)}, which the model of its config.json has not; correct one or "
+            f"the other"
         )
 
 
@@ -326,7 +243,9 @@ def check_none_missing(key: str, missing: list[str]) -> None:
     if missing == [ParameterName.SCALAR_HEAD]:
         raise UserError(_no_scalar_head(key))
     if missing:
-        raise UserError(f"{key}: its files lack {_some(missing)}, which would be random; copy or save the model again")
+        raise UserError(
+            f"{key}: its files lack {some_of(missing, 3)}, which would be random; copy or save the model again"
+        )
 
 
 def named_as(stored: Mapping[str, StoredTensor], expected: Collection[str]) -> dict[str, StoredTensor]:
@@ -335,9 +254,3 @@ def named_as(stored: Mapping[str, StoredTensor], expected: Collection[str]) -> d
     lacking = {name.partition(".")[0] for name in names - set(stored)} - {name.partition(".")[0] for name in stored}
     renamed = {f"{prefix}.{name}": name for prefix in lacking for name in stored if f"{prefix}.{name}" in names}
     return {**stored, **{name: stored[old] for name, old in renamed.items()}}
-
-
-def _some(names: list[str]) -> str:
-    """Return the first names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -13,10 +13,10 @@ from functools import cached_property, lru_cache
 from flexrlhf.config.model_settings import Dtype, LoraSpec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.weights.adapter_files import NOT_ADAPTED
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.parameters import HashedParameters, ParameterName, Parameters, count_elements
 from flexrlhf.weights.shards import Parts, elements_on_rank, named, parts_of
+from flexrlhf.weights.stored_model import StoredModel
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ATTENTION = ".self_attn."
@@ -92,7 +92,7 @@ class ModelShape:
         """
         within = _ATTENTION if self.is_mixture else ""
         names = {name.split(".")[-2]: None for name, size in self.parameters if len(size) == 2 and within in name}
-        return [name for name in names if name not in NOT_ADAPTED]
+        return [name for name in names if name not in StoredModel.NOT_ADAPTED]
 
     @property
     def is_mixture(self) -> bool:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.errors import UserError, some_of
-from flexrlhf.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
 from flexrlhf.weights.loading import one_sentence_errors
 from flexrlhf.weights.model_files import check_stored, read_header
 from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.stored_model import StoredModel
 
 BY_WEIGHTS = ("pissa", "olora", "orthogonal")
 """Beginnings of ``init_lora_weights`` with which peft begins from the weights, and changes them."""
@@ -38,7 +38,7 @@ def check_adapters(key: str, model: Any, directory: str) -> None:
             adapted: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
             check_loaded(key, adapted, directory)
             adapted.merge_and_unload()
-    _check_finite(key, Path(directory) / ADAPTER_WEIGHTS)
+    _check_finite(key, Path(directory) / StoredModel.ADAPTER_WEIGHTS)
 
 
 def load_adapters(key: str, model: Any, directory: str) -> Any:
@@ -59,7 +59,7 @@ def check_loaded(key: str, adapted: Any, directory: str) -> None:
     """
     from peft import get_peft_model_state_dict
 
-    stored = read_header(key, Path(directory) / ADAPTER_WEIGHTS)
+    stored = read_header(key, Path(directory) / StoredModel.ADAPTER_WEIGHTS)
     own = _shapes(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     if not own.keys() & stored.keys():
         found = f"has {some_of(stored, 2)}" if stored else "has none"
@@ -68,12 +68,12 @@ def check_loaded(key: str, adapted: Any, directory: str) -> None:
         name.replace(f".{ParameterName.ADAPTER}.", "."): shape for name, shape in _shapes(adapted.state_dict()).items()
     }
     known = {**{name: shape for name, shape in others.items() if name in stored}, **own}
-    check_stored(key, stored, known, by=ADAPTER_CONFIG)
-    left = sorted(stored.keys() - known.keys() - {f"{PREFIX}{ParameterName.SCALAR_HEAD}"})
+    check_stored(key, stored, known, by=StoredModel.ADAPTER_CONFIG)
+    left = sorted(stored.keys() - known.keys() - {f"{StoredModel.PREFIX}{ParameterName.SCALAR_HEAD}"})
     if left:
         raise UserError(
-            f"{key}: its files have {some_of(left, 3)}, which adapters of its {ADAPTER_CONFIG} have not; correct one "
-            f"or the other"
+            f"{key}: its files have {some_of(left, 3)}, which adapters of its {StoredModel.ADAPTER_CONFIG} have not; "
+            f"correct one or the other"
         )
 
 

@@ -15,10 +15,10 @@ from itertools import groupby
 from flexrlhf.config.model_settings import Dtype
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.expert_files import file_pieces
-from flexrlhf.weights.model_files import SINGLE
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shards import Parts, make_buckets
+from flexrlhf.weights.stored_model import StoredModel
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def split_files(sizes: Mapping[str, int], shard_bytes: float) -> dict[str, list[
         shards[-1].append(name)
         size += sizes[name]
     if len(shards) == 1:
-        return {SINGLE: shards[0]}
+        return {StoredModel.SINGLE: shards[0]}
     return {f"model-{index:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards, 1)}
 
 

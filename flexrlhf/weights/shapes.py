@@ -15,7 +15,6 @@ from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Dtype, Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.weights.adapter_files import base_model, has_adapters
 from flexrlhf.weights.config_numbers import wrong_number
 from flexrlhf.weights.expert_files import file_shapes
 from flexrlhf.weights.families import (
@@ -32,10 +31,10 @@ from flexrlhf.weights.model_files import (
     check_left_over,
     check_scalar_head,
     check_stored,
-    stored_tensors,
 )
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
+from flexrlhf.weights.stored_model import StoredModel
 
 _STORED_TYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16"}
 """Type of a file's tensors as safetensors names it."""
@@ -48,7 +47,7 @@ def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
     """Return the Hugging Face config of a role. Raises UserError where there is none, for quantised weights, and for
     experts of a family whose parameters are not known.
     """
-    config = model.init if model.init is not None else _config_file(role, base_model(role, model).path)
+    config = model.init if model.init is not None else _config_file(role, StoredModel.of(role, model).whole.path)
     if not config.get("model_type") or not isinstance(config["model_type"], str):
         raise UserError(f"models.{role}: the config has no model_type, such as {', '.join(Families.KNOWN)}")
     if model.init is not None and config["model_type"] in Families.KNOWN:
@@ -110,10 +109,12 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
     ``new_head``: whether files may lack a scalar head, which is then random. Raises UserError for a config that is
     missing or does not fit the head, and for files that do not fit the config.
     """
-    new_head = new_head or has_adapters(model.path)
-    model = base_model(role, model)
+    source = StoredModel.of(role, model)
+    new_head = new_head or source.has_adapters
+    source = source.whole
+    model = model.model_copy(update={"path": source.path})
     config = read_config(role, model)
-    stored = stored_tensors(f"models.{role}.path", Path(model.path)) if model.path is not None else {}
+    stored = source.tensors
     computed = _computed_shapes(role, config)
     if not stored and computed is None:
         return None

@@ -37,7 +37,7 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import step_indices
-from flexrlhf.weights.adapter_files import has_adapters
+from flexrlhf.weights.stored_model import StoredModel
 
 CRITICS = {"ppo": ("critic",), "safe-rlhf": ("critic", "cost_critic")}
 """Further models that are trained, by algorithm."""
@@ -83,7 +83,7 @@ class Reference:
         first = {"actor": self.policy.freeze_actor_steps}
         self.trainees = {role: Trainee(role, model.model, spec, first.get(role, 0)) for role, model in models.items()}
         ref, actor, temperature = spec.models.ref, spec.models.actor, self.policy.temperature
-        if ref is not None and ref.share is not None and actor is not None and has_adapters(actor.path):
+        if ref is not None and ref.share is not None and actor is not None and StoredModel(actor.path).has_adapters:
             ref = actor
         self.ref = Policy(ref, spec.seed, temperature) if ref is not None and ref.share is None else None
         self.versions = [self._weights()]

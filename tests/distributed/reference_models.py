@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec, OptimizerSpec
 from flexrlhf.config.spec import Spec
-from flexrlhf.weights.adapter_files import has_adapters
+from flexrlhf.weights.stored_model import StoredModel
 
 Weights = dict[str, Tensor]
 
@@ -44,7 +44,7 @@ def load(kind: Any, spec: ModelSpec, seed: int, **further: Any) -> Any:
 def _loaded(kind: Any, path: str, lora: LoraSpec | None, seed: int, **further: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        is_whole = not has_adapters(path)
+        is_whole = not StoredModel(path).has_adapters
         base = path if is_whole else PeftConfig.from_pretrained(path).base_model_name_or_path
         model = kind.from_pretrained(base, dtype=torch.float32, use_cache=False, **further)
         if not is_whole:

@@ -20,7 +20,7 @@ from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.sampling import gumbel_noise
 from flexrlhf.verify.deviations import FLOAT32
-from flexrlhf.weights.adapter_files import base_model
+from flexrlhf.weights.stored_model import StoredModel
 
 TIE = FLOAT32.tie
 """Two perturbed logits nearer than this are a tie: rounding may decide either way."""
@@ -36,7 +36,7 @@ def ends_of(spec: Spec, tokenizer: Any) -> list[int]:
     """Tokens that end a response: the tokenizer's, and those that the actor's directory names."""
     actor = spec.models.actor
     assert actor is not None
-    file = Path(str(base_model("actor", actor).path)) / "generation_config.json"
+    file = Path(str(StoredModel.of("actor", actor).whole.path)) / "generation_config.json"
     listed = json.loads(file.read_text())["eos_token_id"] if file.is_file() else []
     return [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
 

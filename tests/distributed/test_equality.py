@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from flexrlhf.plan.pipeline import make_plan
-from flexrlhf.weights.adapter_files import base_model
+from flexrlhf.weights.stored_model import StoredModel
 
 # the first test of a launch waits for all its runs
 pytestmark = pytest.mark.timeout(1800)
@@ -194,7 +194,7 @@ def test_peft_reads_the_adapters_that_a_run_wrote(launches: Launches, case: Case
     for role in outcome.plan.graph.trained:
         lora = outcome.plan.model(role).lora
         if lora is not None:
-            model = load_adapters(str(base_model(role, outcome.plan.model(role)).path), outcome, role)
+            model = load_adapters(str(StoredModel.of(role, outcome.plan.model(role)).whole.path), outcome, role)
             read, written = get_peft_model_state_dict(model), outcome.weights(role)
             assert read.keys() == written.keys() and all(torch.equal(read[name], written[name]) for name in read), role
             config = model.peft_config["default"]

@@ -21,8 +21,8 @@ from flexrlhf.engines.weight_files import PartReader
 from flexrlhf.errors import UserError
 from flexrlhf.runs.tensor_files import cut
 from flexrlhf.weights.expert_files import file_pieces
-from flexrlhf.weights.model_files import stored_tensors
 from flexrlhf.weights.shards import Part
+from flexrlhf.weights.stored_model import StoredModel
 
 Found = dict[str, dict[str, Any]]
 TENSORS = {
@@ -53,7 +53,7 @@ def test_a_part_is_read_as_it_is_cut_from_the_whole_tensor(
 ) -> None:
     monkeypatch.setattr(weight_files, "BLOCK_BYTES", block)
     save_file(TENSORS, tmp_path / "model.safetensors")
-    stored = stored_tensors("models.actor.path", tmp_path)
+    stored = StoredModel(str(tmp_path)).tensors
     for name, tensor in TENSORS.items():
         for part in [Part.whole(tuple(tensor.shape)), *PARTS[name]]:
             target = torch.full((part.num_elements,), torch.nan, dtype=dtype)
@@ -83,7 +83,7 @@ def test_parts_of_experts_are_read_from_a_tensor_for_each_expert(end: str, parts
     pieces = list(file_pieces("mixtral", name, shape))
     found = {each.name: cut(tensor, Part(shape, each.box)).view(each.shape) for each in pieces}
     save_file(found, tmp_path / "model.safetensors")
-    stored = stored_tensors("models.actor.path", tmp_path)
+    stored = StoredModel(str(tmp_path)).tensors
     for part in parts:
         target = torch.full((part.num_elements,), torch.nan)
         PartReader().read_pieces([(each, stored[each.name]) for each in pieces], part, target)
@@ -92,7 +92,7 @@ def test_parts_of_experts_are_read_from_a_tensor_for_each_expert(end: str, parts
 
 def test_a_file_that_shrinks_after_its_header_was_read_is_one_sentence(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
-    stored = stored_tensors("models.actor.path", tmp_path)
+    stored = StoredModel(str(tmp_path)).tensors
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(stored["matrix"].start + 3)
     with pytest.raises(UserError, match="ends before its last tensor"):

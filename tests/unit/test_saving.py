@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flexrlhf.runs.model_directory import ModelDirectory, ModelFiles
-from flexrlhf.weights.model_files import stored_tensors
 from flexrlhf.weights.saving import SavedFile, split_files
+from flexrlhf.weights.stored_model import StoredModel
 
 CONFIG = {
     "model_type": "llama",
@@ -72,7 +72,7 @@ def test_shards_have_at_most_their_size_and_an_index(tmp_path: Path) -> None:
     assert found.keys() == weights.keys() == index["weight_map"].keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     assert index["metadata"]["total_size"] == sum(each.nbytes for each in weights.values())
-    assert {name: each.shape for name, each in stored_tensors("a model", tmp_path).items()} == {
+    assert {name: each.shape for name, each in StoredModel(str(tmp_path)).tensors.items()} == {
         name: tuple(each.shape) for name, each in weights.items()
     }
 
