@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from flexrlhf.config.algorithms.ppo import AcShareSpec
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.errors import shown
@@ -131,7 +130,7 @@ def _rollout(spec: Spec) -> dict[str, Any]:
     if spec.num_segments > 1:
         settings |= {"segment_tokens": rollout.segment_tokens, "max_segments": spec.num_segments}
         settings |= {name: getattr(rollout, name) for name in ("groups", "caches", "late_replies") if name in changed}
-    if isinstance(spec.algorithm, AcShareSpec) and spec.most_stale:
+    if spec.most_stale and any(len(each.quantities) > 1 for each in spec.algorithm.step_graph().operators):
         settings["engine"] = spec.rollout.engine
     return settings
 

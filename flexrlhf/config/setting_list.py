@@ -151,7 +151,8 @@ def _algorithm() -> Iterator[SettingSection]:
 
 def _common(named: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
     """Return the classes that algorithms extend and that are none themselves, general ones first."""
-    extended = {base for kind in named for base in kind.__mro__ if issubclass(base, AlgorithmSpec)}
+    bases = {base for kind in named for base in kind.__mro__ if issubclass(base, AlgorithmSpec)}
+    extended = {each for each in bases if not each.model_fields.keys().isdisjoint(each.__annotations__)}
     assert extended - {*named} == {*_FAMILIES}, "_FAMILIES has a title for each of them"
     return list(_FAMILIES)
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, ValidationError, model_validator
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
-from flexrlhf.config.algorithms.base import ImportanceSpec, SampledSpec
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, check_positive
 from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.environment_settings import EnvironmentSpec
@@ -455,7 +454,7 @@ class Spec(StrictModel):
 
     @model_validator(mode="after")
     def _responses_can_end(self) -> Self:
-        least = getattr(self.algorithm, "min_response_tokens", 0)
+        least = self.algorithm.min_response_tokens
         if least > self.data.max_response_tokens:
             raise ValueError(
                 f"algorithm.min_response_tokens {least} exceeds data.max_response_tokens "
@@ -465,7 +464,7 @@ class Spec(StrictModel):
 
     @model_validator(mode="after")
     def _some_tokens_are_fresh(self) -> Self:
-        importance, lag = getattr(self.algorithm, "importance", None), self.schedule.lag
+        importance, lag = self.algorithm.importance, self.schedule.lag
         limit = None if importance is None else importance.max_staleness
         if limit is not None and limit < lag:
             raise ValueError(
@@ -476,7 +475,7 @@ class Spec(StrictModel):
 
     @model_validator(mode="after")
     def _punishment_fits(self) -> Self:
-        overlong, longest = getattr(self.algorithm, "overlong", None), self.data.max_response_tokens
+        overlong, longest = self.algorithm.overlong, self.data.max_response_tokens
         if overlong is not None and (overlong.buffer_tokens or 0) > longest:
             raise ValueError(
                 f"algorithm.overlong.buffer_tokens {overlong.buffer_tokens} exceeds data.max_response_tokens "
@@ -592,14 +591,9 @@ class Spec(StrictModel):
         return self.schedule.lag + self.sync.every - 1 + self.num_segments - 1
 
     @property
-    def importance(self) -> ImportanceSpec | None:
-        """Correction of the importance of tokens, which algorithms with generation may have."""
-        return self.algorithm.importance if isinstance(self.algorithm, SampledSpec) else None
-
-    @property
     def recomputes_next_to_generation(self) -> bool:
         """Whether a pass of its own computes ``logprobs`` on the copy that generates, as only transformers can."""
-        return self.rollout.logprobs == "recompute" and self.importance is None
+        return self.rollout.logprobs == "recompute" and self.algorithm.importance is None
 
     @property
     def num_segments(self) -> int:

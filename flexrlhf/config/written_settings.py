@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.model_settings import ModelSpec, ModelsSpec
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.presets.filling import trained_roles
@@ -27,12 +26,7 @@ def written_settings(spec: Spec, short: bool) -> dict[str, Any]:
                 raw["models"].setdefault(role, {})[name] = getattr(model, name)
     if spec.models.all is not None:
         raw["models"] = _written_models(spec.models)
-    if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.kl is not None and "kl" in raw["algorithm"]:
-        # a part of a penalty is read over the algorithm's own, whose settings are not those of every penalty
-        raw["algorithm"]["kl"] = spec.algorithm.kl.model_dump(mode="json")
     if spec.algorithm.like is not None:
-        # a default that differs from the preset must be written
-        raw["algorithm"] = spec.algorithm.model_dump(mode="json", by_alias=True)
         for role in trained_roles(spec.algorithm.like, spec.algorithm.name):
             model = spec.models.of(role)
             if model is not None:
@@ -40,7 +34,7 @@ def written_settings(spec: Spec, short: bool) -> dict[str, Any]:
                     **raw["models"].get(role, {}),
                     "optimizer": model.optimizer.model_dump(mode="json"),
                 }
-    raw["algorithm"] = {"name": spec.algorithm.name, **raw["algorithm"]}
+    raw["algorithm"] = spec.algorithm.written(short)
     if isinstance(spec.placement, PlacementMap):
         further = {key: each for key, each in raw["placement"].items() if key != "models"}
         if spec.placement.operators is None:

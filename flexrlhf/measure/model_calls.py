@@ -95,10 +95,9 @@ class ProfileContext:
     @property
     def sampling(self) -> Sampling:
         """Sampling settings of the run, with an end token that no response has."""
-        algorithm = self.plan.spec.algorithm
-        # truncated sampling takes more time
-        truncation = {key: getattr(algorithm, key) for key in ("top_p", "top_k") if hasattr(algorithm, key)}
-        return Sampling(self.plan.spec.seed, 0, self.plan.temperature, (NO_TOKEN,), 0, **truncation)
+        spec = self.plan.spec
+        temperature, top_p, top_k = spec.algorithm.temperature, spec.algorithm.top_p, spec.algorithm.top_k
+        return Sampling(spec.seed, 0, temperature, (NO_TOKEN,), 0, top_p=top_p, top_k=top_k)
 
     def _arguments(
         self, operator: Operator, loaded: LoadedModel, rows: int, passes: int = 1

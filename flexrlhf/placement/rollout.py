@@ -116,8 +116,7 @@ def _kept(model: ModelSpec) -> dict[str, Any]:
 def rollout_warnings(spec: Spec, role: str) -> list[str]:
     """Return warnings for an engine that samples in another dtype than the policy has."""
     model, dtype = spec.models.of(role), spec.rollout.dtype
-    is_corrected = getattr(spec.algorithm, "importance", None) is not None
-    if model is None or dtype in (None, model.dtype) or is_corrected:
+    if model is None or dtype in (None, model.dtype) or spec.algorithm.importance is not None:
         return []
     return [
         f"rollout.dtype {dtype} with {model.dtype} of models.{role} samples from a policy that differs by rounding; "

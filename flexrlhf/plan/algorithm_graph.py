@@ -36,6 +36,11 @@ def make_graph(spec: Spec) -> Graph:
     if algorithm.loop is not None:
         check_function(algorithm.loop, "algorithm.loop")
     made = algorithm.step_graph() if algorithm.graph is None else _own_graph(algorithm)
+    if made.generated is not None and not algorithm.SAMPLES:
+        raise UserError(
+            f"{KEY}: {algorithm.graph} generates responses, and {algorithm.name}, which trains on those of the data "
+            f"set, has no temperature to sample them at; use the settings of an algorithm that samples, such as grpo"
+        )
     graph = with_retokenized(with_sources(made, spec), spec)
     if algorithm.graph is not None:
         _check_operators_have_roles(graph)

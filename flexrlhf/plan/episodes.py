@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
@@ -89,7 +88,7 @@ def _check(graph: Graph, spec: Spec, environment: EnvironmentSpec) -> None:
             f"debug.late_replies_of: {spec.debug.late_replies_of} repeats late replies, which rollout.late_replies: "
             f"await never carries to the next step; remove it, or use carry"
         )
-    if not isinstance(spec.algorithm, PolicySpec) or GENERATE.name not in {each.name for each in graph.operators}:
+    if not spec.algorithm.SAMPLES or GENERATE.name not in {each.name for each in graph.operators}:
         raise UserError(f"environment: {name} trains on responses of the data set, which have no turns; remove it")
     if environment.api is not None and environment.sequences > 1 and spec.rollout.order == "planned":
         raise UserError(

@@ -8,7 +8,6 @@ from functools import lru_cache
 from os.path import realpath
 from pathlib import Path
 
-from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.data_settings import DataSpec
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
@@ -214,10 +213,7 @@ def _why_none(spec: Spec, role: str, graph: Graph) -> str:
     section = next((name for name in SECTIONS if role == name or role.startswith(f"{name}_")), None)
     if section is not None and dict(spec)[section] is not None:
         return f"no source of {section} is this model; add {{model: {role}}} there, or remove it here"
-    if role == "ref" and isinstance(spec.algorithm, PolicySpec) and spec.algorithm.kl is None:
-        reason = "" if spec.algorithm.like is None else f" with like: {spec.algorithm.like}"
-        return f"algorithm.kl is null{reason}, so nothing uses a reference model; give algorithm.kl, or remove it here"
-    return f"{spec.algorithm.name} has no {role}; it has {', '.join(graph.roles)}"
+    return spec.algorithm.why_no(role) or f"{spec.algorithm.name} has no {role}; it has {', '.join(graph.roles)}"
 
 
 def with_parity_limits(spec: Spec) -> Spec:

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
-from flexrlhf.config.algorithms.base import SampledSpec
-from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph, Operator, is_own
@@ -34,7 +32,7 @@ def logprob_source(graph: Graph, spec: Spec, is_remote: bool) -> tuple[LogprobPa
 
     Raises UserError for a setting that cannot be.
     """
-    setting, importance = spec.rollout.logprobs, spec.importance
+    setting, importance = spec.rollout.logprobs, spec.algorithm.importance
     if is_remote and spec.rollout.has_copy and importance is None:
         if spec.recomputes_next_to_generation:
             raise UserError(
@@ -62,7 +60,7 @@ def check_setting(graph: Graph, spec: Spec) -> None:
             f"rollout.logprobs: {setting} has nothing to do, since {spec.algorithm.name} trains on responses of the "
             f"data set; remove it"
         )
-    if setting == "reuse" and spec.importance is not None:
+    if setting == "reuse" and spec.algorithm.importance is not None:
         raise UserError(
             "rollout.logprobs: reuse leaves out the log-probs that algorithm.importance compares with those of "
             "generation; use auto, or remove importance"
@@ -72,7 +70,7 @@ def check_setting(graph: Graph, spec: Spec) -> None:
 def _trains_in_one_pass(graph: Graph, spec: Spec) -> bool:
     """Whether training makes one pass, and nothing before it reads ``logprobs`` but for a KL that it can report."""
     algorithm = spec.algorithm
-    if not isinstance(algorithm, PolicySpec) or (algorithm.num_mini_batches, algorithm.epochs) != (1, 1):
+    if (algorithm.num_mini_batches, algorithm.epochs) != (1, 1):
         return False
     readers = [operator for operator in graph.operators if COLUMN in operator.reads]
     if any(is_own(reader.function) for reader in readers):
@@ -157,5 +155,4 @@ def _left_out(graph: Graph, reason: str, spec: Spec) -> Graph:
 
 def _is_compared(spec: Spec) -> bool:
     """Whether log-probs as transformers sampled the tokens are compared with a pass over whole sequences."""
-    is_cut = isinstance(spec.algorithm, SampledSpec) and spec.algorithm.is_cut
-    return not spec.rollout.has_copy and spec.guards.sampled_logprobs != "off" and not is_cut
+    return not spec.rollout.has_copy and spec.guards.sampled_logprobs != "off" and not spec.algorithm.is_cut

@@ -136,14 +136,13 @@ class Plan:
     @property
     def temperature(self) -> float:
         """Temperature of the sampling distribution; 1, so the logits as they are, for algorithms without generation."""
-        return getattr(self.spec.algorithm, "temperature", 1.0)
+        return self.spec.algorithm.temperature
 
     @property
     def sampled_from(self) -> dict[str, float]:
         """Settings of the sampling distribution by name: temperature, top_p and top_k."""
         algorithm = self.spec.algorithm
-        cuts = {name: getattr(algorithm, name) for name in ("top_p", "top_k") if hasattr(algorithm, name)}
-        return {"temperature": self.temperature, **cuts}
+        return {"temperature": algorithm.temperature, "top_p": algorithm.top_p, "top_k": algorithm.top_k}
 
     @property
     def outputs(self) -> dict[Path, str]:

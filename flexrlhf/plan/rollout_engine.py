@@ -14,7 +14,7 @@ from math import lcm
 from os.path import realpath
 from pathlib import Path
 
-from flexrlhf.config.algorithms.base import ImportanceSpec, SampledSpec
+from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import ModelSpec
@@ -85,7 +85,7 @@ def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
             for each in graph.operators
             if each.kind == "generate" and each.name in spec.operators
         ),
-        f"vllm samples at a temperature of at least {least}": getattr(spec.algorithm, "temperature", 1.0) < least,
+        f"vllm samples at a temperature of at least {least}": spec.algorithm.temperature < least,
         "top_p, top_k or min_response_tokens cut the distribution that rollout.parity compares (null: it does not)": (
             compares_cut_logprobs(spec)
         ),
@@ -131,7 +131,7 @@ def with_rollout(graph: Graph, spec: Spec, is_remote: bool) -> Graph:
     check_rollout(graph, spec)
     if graph.generated is None:
         return with_router_replay(graph, spec)
-    rollout, importance = spec.rollout, spec.importance
+    rollout, importance = spec.rollout, spec.algorithm.importance
     if importance is not None:
         graph = _corrected_graph(graph)
     graph = _with_kept_tokens(graph, spec, importance)
@@ -169,7 +169,7 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
             "ranks that train the actor; use lag 0, or rollout.engine: transformers"
         )
     least = rollout.facts.least_temperature
-    if isinstance(algorithm, SampledSpec) and algorithm.temperature < least:
+    if algorithm.temperature < least:
         raise UserError(
             f"algorithm.temperature: {rollout.engine} raises what is below {least} to it, found "
             f"{algorithm.temperature:g}; use at least {least}, or rollout.engine: transformers"
@@ -188,8 +188,7 @@ def check_rollout(graph: Graph, spec: Spec) -> None:
 
 def compares_cut_logprobs(spec: Spec) -> bool:
     """Whether the parity gate would compare log-probs of the whole distribution with log-probs of a part of it."""
-    algorithm = spec.algorithm
-    return isinstance(algorithm, SampledSpec) and algorithm.is_cut and spec.rollout.parity is not None
+    return spec.algorithm.is_cut and spec.rollout.parity is not None
 
 
 def _corrected_graph(graph: Graph) -> Graph:

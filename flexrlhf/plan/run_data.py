@@ -12,7 +12,6 @@ from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.config.data_settings import DataSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.chat import ChatFormat
@@ -104,8 +103,8 @@ class DataFiles:
         if spec.eval is not None:
             rows = spec.data.for_rows(spec.eval)
             sources.append(DataSource("eval", spec.eval.path, rows.form, needs, _layout(rows, spec)))
-        if isinstance(spec.algorithm, PolicySpec) and spec.algorithm.ptx is not None:
-            ptx = spec.algorithm.ptx
+        ptx = spec.algorithm.ptx
+        if ptx is not None:
             sources.append(DataSource("algorithm.ptx", ptx.path, ptx.form, "responses", RowLayout(ptx.columns)))
         return sources
 

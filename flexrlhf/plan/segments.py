@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flexrlhf.config.algorithms.base import SampledSpec
-from flexrlhf.config.algorithms.grpo import GroupSpec, RaftSpec
-from flexrlhf.config.algorithms.reinforce import ReinforceSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column, plain
@@ -62,13 +59,8 @@ def _joining(generates: Sequence[Operator]) -> Operator:
 
 def _reading(operator: Operator, spec: Spec) -> Operator:
     """Return an operator that computes for the rows that the step trains on."""
-    operator, algorithm = replace(operator, reads=(*operator.reads, Column.PRESENT)), spec.algorithm
-    has_baseline = isinstance(algorithm, ReinforceSpec) and algorithm.baseline == "group"
-    # these compare the responses of a group, also with the ones of earlier steps
-    grouped = ("group_advantages", *(["reinforce_advantages"] if has_baseline else []))
-    if spec.rollout.groups == "as-ended" and operator.function in grouped:
-        by_steps = isinstance(algorithm, GroupSpec) and algorithm.supervision == "process"
-        carried = (Column.GROUP_SCORES, *([Column.GROUP_STEPS] if by_steps else []))
+    operator, carried = replace(operator, reads=(*operator.reads, Column.PRESENT)), spec.algorithm.group_columns
+    if spec.rollout.groups == "as-ended" and operator.function in ("group_advantages", "reinforce_advantages"):
         return replace(operator, writes=(*operator.writes, *carried), carries=carried)
     return operator
 
@@ -97,15 +89,10 @@ def _check(graph: Graph, spec: Spec) -> None:
 
 def _needs_whole_groups(graph: Graph, spec: Spec) -> str:
     """Return why all responses to a prompt must be trained on together, in words; empty if they need not."""
-    algorithm = spec.algorithm
-    if isinstance(algorithm, SampledSpec) and algorithm.samples_per_prompt == 1:
+    if spec.algorithm.samples_per_prompt == 1:
         return ""
     compared = (each for each in graph.operators if each.compares_responses or each.kind != "train")
     own = next((each.function for each in compared if is_own(each.function)), None)
     if own is not None:
         return f"{own} may compare the responses to a prompt"
-    if isinstance(algorithm, RaftSpec):
-        return "raft trains on the best of all responses to a prompt"
-    if isinstance(algorithm, GroupSpec) and algorithm.dynamic_sampling is not None:
-        return "dynamic_sampling leaves out whole groups"
-    return ""
+    return spec.algorithm.why_whole_groups

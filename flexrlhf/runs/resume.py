@@ -271,7 +271,7 @@ def _check_drain(plan: Plan, before: Spec, where: CheckpointDirectory) -> None:
 
 
 def _max_staleness(spec: Spec) -> int | None:
-    return None if spec.importance is None else spec.importance.max_staleness
+    return None if spec.algorithm.importance is None else spec.algorithm.importance.max_staleness
 
 
 def _lacks_rows(plan: Plan, before: Spec, next_step: int) -> bool:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flexrlhf.config.algorithms.policy import PolicySpec
+from flexrlhf.config.algorithms.base import AlgorithmSpec
 from flexrlhf.config.algorithms.policy_sections import KlSpec
-from flexrlhf.config.algorithms.ppo import SafeRlhfSpec
+from flexrlhf.config.algorithms.ppo import LagrangeSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import FAILED_IN_A_ROW, METRICS, Triple
 from flexrlhf.operators.graph import TAKE_PROMPTS, Operator
@@ -58,7 +58,7 @@ class Controllers(Observer):
         self._max_failed_steps = plan.spec.guards.max_failed_steps
         self.states: dict[str, ControllerState] = {}
         """Values by operator."""
-        if isinstance(algorithm, PolicySpec):
+        if algorithm.SAMPLES:
             controlled = [operator for operator in plan.graph.operators if operator.is_controlled]
             counts = {TAKE_PROMPTS.function: TAKEN, EPISODE_STATISTICS.function: FAILED_IN_A_ROW}
             self.states = {
@@ -119,7 +119,6 @@ class Controllers(Observer):
         name = run.operator.name
         if name not in self.states:
             return
-        assert isinstance(self._algorithm, PolicySpec), "only these have controllers"
         self._run_here.add(name)
         if run.operator.takes_prompts:
             left_out = statistics[LEFT_OUT][1] if LEFT_OUT in statistics else None
@@ -146,14 +145,14 @@ class Controllers(Observer):
             )
 
 
-def first_state(spec: PolicySpec) -> ControllerState:
+def first_state(spec: AlgorithmSpec) -> ControllerState:
     """Return the values before the first step."""
     coefficient = 0.0 if spec.kl is None else spec.kl.coefficient
-    multiplier = {"lagrange": spec.lagrange.initial} if isinstance(spec, SafeRlhfSpec) else {}
+    multiplier = {} if spec.lagrange_multiplier is None else {"lagrange": spec.lagrange_multiplier.initial}
     return {"kl_coefficient": coefficient, **multiplier, **_score_statistics(0.0, 0.0, 0.0), "failed_steps": 0.0}
 
 
-def next_state(spec: PolicySpec, state: ControllerState, statistics: Mapping[str, Triple]) -> ControllerState:
+def next_state(spec: AlgorithmSpec, state: ControllerState, statistics: Mapping[str, Triple]) -> ControllerState:
     """Return the values after a step. ``statistics``: of its combine, summed over all rows."""
     fresh = dict(state)
     measured = "kl_response_mean" if "kl_response_mean" in statistics else "kl"
@@ -161,8 +160,8 @@ def next_state(spec: PolicySpec, state: ControllerState, statistics: Mapping[str
         fresh["kl_coefficient"] = _adapted_coefficient(spec.kl, state["kl_coefficient"], statistics[measured])
     if "shaped_score" in statistics:
         fresh |= _with_scores(state, statistics["shaped_score"])
-    if isinstance(spec, SafeRlhfSpec):
-        fresh["lagrange"] = _ascended_multiplier(spec, state["lagrange"], statistics["cost"])
+    if spec.lagrange_multiplier is not None:
+        fresh["lagrange"] = _ascended_multiplier(spec.lagrange_multiplier, state["lagrange"], statistics["cost"])
     if _has_rows(statistics):
         fresh["failed_steps"] = 0.0 if _has_scores(statistics) else state["failed_steps"] + 1
     return fresh
@@ -187,12 +186,12 @@ def _adapted_coefficient(spec: KlSpec, coefficient: float, measured: Triple) -> 
     return coefficient * (1 + error * num_responses / spec.horizon)
 
 
-def _ascended_multiplier(spec: SafeRlhfSpec, multiplier: float, costs: Triple) -> float:
+def _ascended_multiplier(settings: LagrangeSpec, multiplier: float, costs: Triple) -> float:
     """Make a step of gradient ascent on the logarithm of the multiplier (Dai et al. 2024).
 
     The logarithm is bounded, so exp() stays finite with any learning rate.
     """
-    settings, (num_responses, total, _) = spec.lagrange, costs
+    num_responses, total, _ = costs
     if not num_responses:
         return multiplier
     logarithm = math.log(multiplier) + settings.learning_rate * multiplier * (total / num_responses - settings.limit)

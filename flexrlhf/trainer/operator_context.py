@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.turn_tokens import TurnTokens
@@ -94,23 +93,18 @@ def make_operator_context(rank: RankContext) -> OperatorContext:
 def step_sampling(rank: RankContext) -> Sampling:
     """Return how responses are sampled in step 0; other steps differ in ``step`` alone."""
     algorithm, data = rank.plan.spec.algorithm, rank.data
-    sampling = Sampling(
+    return Sampling(
         rank.plan.spec.seed,
         0,
-        rank.plan.temperature,
+        algorithm.temperature,
         data.eos_token_ids,
         data.pad_token_id,
         decode=rank.text,
         has_kernel=rank.plan.spec.debug.noise_kernel,
-    )
-    if not isinstance(algorithm, SampledSpec):
-        return sampling
-    return replace(
-        sampling,
         top_p=algorithm.top_p,
         top_k=algorithm.top_k,
         min_tokens=algorithm.min_response_tokens,
-        num_ids=sampled_ids(rank),
+        num_ids=sampled_ids(rank) if algorithm.SAMPLES else None,
         stop=algorithm.stop,
     )
 

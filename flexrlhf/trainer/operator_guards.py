@@ -19,7 +19,6 @@ from torch import Tensor
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.config.algorithms.base import SampledSpec
 from flexrlhf.config.model_settings import Dtype, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, moments
 from flexrlhf.engines.non_finite import NonFinite, NonFiniteStep
@@ -193,7 +192,7 @@ def make_sampled_check(plan: Plan, decode: Callable[[Sequence[int]], str]) -> Sa
     guards, algorithm = plan.spec.guards, plan.spec.algorithm
     if guards.sampled_logprobs == "off" or plan.spec.rollout.has_copy or plan.spec.debug.replay is not None:
         return None
-    if not isinstance(algorithm, SampledSpec) or algorithm.is_cut:
+    if not algorithm.SAMPLES or algorithm.is_cut:
         return None
     runs = [each for each in plan.schedule.instructions if isinstance(each, Run)]
     sampling = {(run.model, run.layout) for run in runs if run.operator.samples_responses}

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.config.algorithms.grpo import GroupSpec
-from flexrlhf.config.algorithms.policy import PolicySpec
 from flexrlhf.engines.base import Batch, Moments, Sampling, moments
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.functions import computed_columns
+from flexrlhf.objectives.functions import computed_columns, settings_of
 from flexrlhf.operators.columns import Column, Lengths, plain
 from flexrlhf.operators.graph import SCORES
 from flexrlhf.trainer.execution import OperatorRun
@@ -63,7 +61,7 @@ def _check_finite(run: OperatorRun, columns: Columns, rows: Tensor, context: Ope
     """Raise RunStopped for log-probs and values that are not finite; scores have ``algorithm.invalid_scores``."""
     if run.operator.kind not in ("generate", "forward"):
         return
-    has_own_rule = isinstance(context.spec.algorithm, PolicySpec)
+    has_own_rule = context.spec.algorithm.SAMPLES
     checked = {n: values for n, values in columns.items() if not (has_own_rule and plain(n) in SCORES)}
     context.guard.check_columns(context.where(run), context.sampling.step, checked, rows, run.model.dp)
 
@@ -158,11 +156,11 @@ def _combine(
     """Return the columns and statistics of an attempt, or of a function of ``objectives/``."""
     sampling = context.sampling
     if run.operator.takes_prompts:
-        assert isinstance(context.spec.algorithm, GroupSpec), "only these sample dynamically"
+        settings = settings_of(run.operator.function, context.spec)
         alone = CombineContext((), run.model.dp, run.state, sampling.step, sampling.seed)
         if run.attempt is None:
-            return replace_prompts(run, before, context.spec.algorithm, alone, context.device)
-        return take_prompts(run, store, context.spec.algorithm, alone)
+            return replace_prompts(run, before, settings, alone, context.device)
+        return take_prompts(run, store, settings, alone)
     if run.operator.joins_responses:
         return whole_responses(run, batch, sampling.step), {}
     carried = carried_columns(run, sampling.step, before, store)

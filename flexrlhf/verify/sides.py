@@ -31,8 +31,8 @@ def short_spec(spec: Spec, name: str, directory: Path, steps: int, first: Spec |
         "eval": spec.eval and spec.eval.model_copy(update={"every": None}),
     }
     algorithm = spec.algorithm
-    frozen = min(getattr(algorithm, "freeze_actor_steps", 0), steps - 1)
-    if frozen != getattr(algorithm, "freeze_actor_steps", 0):
+    frozen = min(algorithm.freeze_actor_steps, steps - 1)
+    if frozen != algorithm.freeze_actor_steps:
         changes["algorithm"] = algorithm.model_copy(update={"freeze_actor_steps": frozen})
     updates = (steps - frozen) * algorithm.num_mini_batches * algorithm.epochs
     models = [("all", spec.models.all), *spec.models]

@@ -180,6 +180,20 @@ def test_references_that_lead_nowhere(reference: str, sentence: str) -> None:
         plan_of(None, 2, *GRPO, f"algorithm.graph={reference}")
 
 
+def test_a_graph_that_samples_needs_settings_to_sample_with(tmp_path: Path) -> None:
+    """An algorithm that trains on responses of the data set has no temperature."""
+    file = tmp_path / "graph.py"
+    file.write_text(
+        "from dataclasses import replace\n"
+        "from flexrlhf.operators.graph import GENERATE\n"
+        "def make_graph(spec):\n"
+        "    made = spec.step_graph()\n"
+        "    return replace(made, operators=(replace(GENERATE.next_to_data, suffix='.own'), *made.operators))\n"
+    )
+    with pytest.raises(UserError, match=r"^algorithm\.graph: .* and sft, which .* has no temperature .* such as grpo"):
+        plan_of(None, 2, f"algorithm={{name: sft, graph: '{file}:make_graph'}}", "models.reward=null")
+
+
 def test_settings_go_with_a_graph() -> None:
     with pytest.raises(UserError, match=r"settings caution go with a graph or loop of one's own"):
         plan_of(None, 2, "algorithm.settings={caution: 1}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -12,13 +12,70 @@ from flexrlhf.config.strict_model import StrictModel
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.operators.graph import Graph
 
+if TYPE_CHECKING:
+    from flexrlhf.config.algorithms.policy_sections import KlSpec, OverlongSpec, PtxSpec
+    from flexrlhf.config.algorithms.ppo import LagrangeSpec
+
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
 
 
 class AlgorithmSpec(StrictModel):
-    """Settings of every algorithm: the size of a step and of its mini-batches."""
+    """Settings of every algorithm: the size of a step and of its mini-batches.
+
+    It declares all that the package reads of an algorithm, whatever it is. Algorithms extend ``PolicySpec``, which has
+    settings for it, or ``SupervisedSpec``, which has constants.
+    """
+
+    SAMPLES: ClassVar[bool]
+    """Whether it trains on responses that it samples, not on those of the data set."""
+    if TYPE_CHECKING:
+        # no attributes, so that a class without them fails; and no fields, since not all have them in the YAML
+
+        @property
+        def name(self) -> str:
+            """Name in the YAML."""
+
+        @property
+        def temperature(self) -> float:
+            """Temperature of the sampling distribution, and of the log-probs."""
+
+        @property
+        def top_p(self) -> float:
+            """Total probability of the most likely tokens that are sampled from."""
+
+        @property
+        def top_k(self) -> int:
+            """Number of most likely tokens that are sampled from; 0: all."""
+
+        @property
+        def min_response_tokens(self) -> int:
+            """Number of tokens before which there is no end token."""
+
+        @property
+        def stop(self) -> tuple[str, ...]:
+            """Strings that end a response."""
+
+        @property
+        def importance(self) -> ImportanceSpec | None:
+            """Correction for responses of another policy."""
+
+        @property
+        def kl(self) -> KlSpec | None:
+            """Penalty that keeps the policy near a reference model."""
+
+        @property
+        def overlong(self) -> OverlongSpec | None:
+            """Punishment of long responses."""
+
+        @property
+        def ptx(self) -> PtxSpec | None:
+            """Pretraining loss in addition to the policy's."""
+
+        @property
+        def freeze_actor_steps(self) -> int:
+            """Number of steps at the start in which the actor is not trained."""
 
     like: Like | None = Field(
         None, description="engine or paper whose trainer's defaults stand where nothing is written"
@@ -55,6 +112,42 @@ class AlgorithmSpec(StrictModel):
     def attempts(self) -> int:
         """Most times that a step takes prompts from the data, by dynamic sampling."""
         return 1
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether responses are sampled from a part of the policy's distribution, so that their log-probs differ."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_response_tokens > 0
+
+    @property
+    def reports_kl(self) -> bool:
+        """Whether the training pass can report the KL to the reference: of the same responses, in every step."""
+        return False
+
+    @property
+    def lagrange_multiplier(self) -> LagrangeSpec | None:
+        """Multiplier that follows from the costs of the step before."""
+        return None
+
+    @property
+    def group_columns(self) -> tuple[str, ...]:
+        """Columns by which advantages compare a response with its group's responses of earlier steps, where each is
+        trained on when it ends."""
+        return ()
+
+    @property
+    def why_whole_groups(self) -> str:
+        """The reason why all responses to a prompt must be trained on together; empty if they need not."""
+        return ""
+
+    def why_no(self, role: str) -> str:
+        """Return the setting that leaves ``role`` out, in words; empty for none."""
+        return ""
+
+    def written(self, short: bool) -> dict[str, Any]:
+        """Return the section of a YAML that gives these settings. ``short``: without defaults."""
+        # a default that differs from the preset must be written
+        raw = self.model_dump(mode="json", by_alias=True, exclude_defaults=short and self.like is None)
+        return {"name": self.name, **raw}
 
     def step_graph(self) -> Graph:
         """Return the operators of a step, each role with a model of its own: the package's, whatever ``graph`` is."""
@@ -178,10 +271,7 @@ class SampledSpec(AlgorithmSpec):
     )
     importance: ImportanceSpec | None = Field(None, description="null: no importance weights")
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether responses are sampled from a part of the policy's distribution, so that their log-probs differ."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_response_tokens > 0
+    SAMPLES = True
 
     @model_validator(mode="after")
     def _cuts_are_corrected(self) -> Self:

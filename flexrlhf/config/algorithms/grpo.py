@@ -64,6 +64,14 @@ class GroupSpec(PolicySpec):
     def reports_kl(self) -> bool:
         return super().reports_kl and self.dynamic_sampling is None
 
+    @property
+    def group_columns(self) -> tuple[str, ...]:
+        return (Column.GROUP_SCORES, *([Column.GROUP_STEPS] if self.supervision == "process" else []))
+
+    @property
+    def why_whole_groups(self) -> str:
+        return "" if self.dynamic_sampling is None else "dynamic_sampling leaves out whole groups"
+
     @model_validator(mode="after")
     def _groups_compare(self) -> Self:
         if self.samples_per_prompt == 1:
@@ -139,6 +147,10 @@ class RaftSpec(PolicySpec):
     @property
     def reports_kl(self) -> bool:
         return False
+
+    @property
+    def why_whole_groups(self) -> str:
+        return f"{self.name} trains on the best of all responses to a prompt"
 
     def step_graph(self) -> Graph:
         operators = (*sampled_and_scored(self), advantages(self, "best_of_group"), train_actor(self))

@@ -76,9 +76,21 @@ class PolicySpec(SampledSpec):
 
     @property
     def reports_kl(self) -> bool:
-        """Whether the training pass can report the KL to the reference: of the same responses, in every step."""
         in_loss = self.kl is not None and self.kl.place == "loss"
         return in_loss and self.importance is None and not self.freeze_actor_steps
+
+    def why_no(self, role: str) -> str:
+        if role != "ref" or self.kl is not None:
+            return ""
+        reason = "" if self.like is None else f" with like: {self.like}"
+        return f"algorithm.kl is null{reason}, so nothing uses a reference model; give algorithm.kl, or remove it here"
+
+    def written(self, short: bool) -> dict[str, Any]:
+        raw = super().written(short)
+        if self.kl is not None and "kl" in raw:
+            # a part of a penalty is read over the algorithm's own, whose settings are not those of every penalty
+            raw["kl"] = self.kl.model_dump(mode="json")
+        return raw
 
     @classmethod
     def with_preset(cls, written: dict[str, Any]) -> dict[str, Any]:

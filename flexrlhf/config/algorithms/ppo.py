@@ -83,6 +83,10 @@ class SafeRlhfSpec(PpoSpec):
     name: Literal["safe-rlhf"] = "safe-rlhf"  # type: ignore[assignment]
     lagrange: LagrangeSpec = LagrangeSpec()
 
+    @property
+    def lagrange_multiplier(self) -> LagrangeSpec | None:
+        return self.lagrange
+
     def step_graph(self) -> Graph:
         costs = Operator("costs", "forward", "cost", TEXT, ("scores.cost",))
         values = Operator("values", "forward", "critic", TEXT, ("values",))

@@ -17,7 +17,7 @@ from flexrlhf.config.algorithms.policy import (
     train_actor,
 )
 from flexrlhf.config.algorithms.policy_sections import KlSpec
-from flexrlhf.operators.columns import TEXT, qualified
+from flexrlhf.operators.columns import TEXT, Column, qualified
 from flexrlhf.operators.graph import GENERATE, Graph
 
 GREEDY = qualified((*TEXT, "response_mask", "finished"), "greedy")
@@ -42,6 +42,10 @@ class ReinforceSpec(ReturnsSpec):
         if self.baseline == "group" and self.samples_per_prompt == 1:
             raise ValueError("baseline: group needs several responses to a prompt; use samples_per_prompt 2 or more")
         return self
+
+    @property
+    def group_columns(self) -> tuple[str, ...]:
+        return (Column.GROUP_SCORES,) if self.baseline == "group" else ()
 
     def step_graph(self) -> Graph:
         whitened = advantages(self, "reinforce_advantages", barrier=self.whiten == "batch")

@@ -21,7 +21,23 @@ PLAIN_ACCURACY = replace(ACCURACY, reads=("logprobs", "loss_mask"))
 """Of an algorithm without a reference."""
 
 
-class SftSpec(AlgorithmSpec):
+class SupervisedSpec(AlgorithmSpec):
+    """Algorithms that train on responses of the data set, at the policy's own distribution."""
+
+    SAMPLES = False
+    temperature: ClassVar[float] = 1.0
+    top_p: ClassVar[float] = 1.0
+    top_k: ClassVar[int] = 0
+    min_response_tokens: ClassVar[int] = 0
+    stop: ClassVar[tuple[str, ...]] = ()
+    importance: ClassVar[None] = None
+    kl: ClassVar[None] = None
+    overlong: ClassVar[None] = None
+    ptx: ClassVar[None] = None
+    freeze_actor_steps: ClassVar[int] = 0
+
+
+class SftSpec(SupervisedSpec):
     """Supervised fine-tuning: the negative log-likelihood of the responses."""
 
     name: Literal["sft"] = "sft"
@@ -44,7 +60,7 @@ class SftSpec(AlgorithmSpec):
         )
 
 
-class RewardSpec(AlgorithmSpec):
+class RewardSpec(SupervisedSpec):
     """Reward model on preference pairs (Ouyang et al. 2022, eq. 1). A pair is one prompt with two samples."""
 
     name: Literal["reward"] = "reward"
@@ -64,7 +80,7 @@ class RewardSpec(AlgorithmSpec):
         )
 
 
-class PreferenceSpec(AlgorithmSpec):
+class PreferenceSpec(SupervisedSpec):
     """Settings of algorithms that train a policy on preference pairs. A pair is one prompt with two samples."""
 
     samples_per_prompt: Literal[2] = 2
