@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec
-from flexrlhf.config.algorithms.policy_sections import KlSpec
-from flexrlhf.config.algorithms.ppo import LagrangeSpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec, LagrangeSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import FAILED_IN_A_ROW, METRICS, Triple
 from flexrlhf.operators.graph import TAKE_PROMPTS, Operator

@@ -17,8 +17,7 @@ from reference_supervised import Supervised
 from torch import Tensor
 
 from flexrlhf.config.algorithms.policy import PolicySpec
-from flexrlhf.config.algorithms.policy_sections import KlSpec
-from flexrlhf.config.algorithms.ppo import LagrangeSpec
+from flexrlhf.config.algorithms.policy_sections import KlSpec, LagrangeSpec
 from flexrlhf.config.model_settings import OptimizerSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.plan.pipeline import make_plan

@@ -25,7 +25,7 @@ from random_specs import (
 
 from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm
 from flexrlhf.config.algorithms.base import ImportanceSpec
-from flexrlhf.config.algorithms.ppo import LagrangeSpec
+from flexrlhf.config.algorithms.policy_sections import LagrangeSpec
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, SourceSpec
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.model_settings import ModelSpec

@@ -13,8 +13,7 @@ from flexrlhf.config.user_paths import UserPath
 from flexrlhf.operators.graph import Graph
 
 if TYPE_CHECKING:
-    from flexrlhf.config.algorithms.policy_sections import KlSpec, OverlongSpec, PtxSpec
-    from flexrlhf.config.algorithms.ppo import LagrangeSpec
+    from flexrlhf.config.algorithms.policy_sections import KlSpec, LagrangeSpec, OverlongSpec, PtxSpec
 
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"

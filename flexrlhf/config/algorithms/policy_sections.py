@@ -141,3 +141,21 @@ class CovarianceSpec(StrictModel):
         if self.lower >= self.upper:
             raise ValueError(f"lower {self.lower:g} is not below upper {self.upper:g}")
         return self
+
+
+class LagrangeSpec(StrictModel):
+    """Lagrange multiplier of the limit on the cost, by gradient ascent on its logarithm (Dai et al. 2024, eq. 12).
+
+    log lambda += learning_rate * lambda * (mean cost of a step's responses - limit).
+    """
+
+    limit: float = Field(0.0, description="the mean cost is to stay below it")
+    initial: float = Field(1.0, gt=0, description="lambda of the first step")
+    learning_rate: float = Field(0.1, ge=0, description="of log lambda")
+    maximum: float | None = Field(5.0, gt=0, description="largest lambda; null: no limit")
+
+    @model_validator(mode="after")
+    def _starts_within(self) -> Self:
+        if self.maximum is not None and self.initial > self.maximum:
+            raise ValueError(f"initial {self.initial:g} exceeds maximum {self.maximum:g}")
+        return self

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from flexrlhf.config.algorithms.policy import (
     PolicySpec,
@@ -15,7 +15,7 @@ from flexrlhf.config.algorithms.policy import (
     train_actor,
     train_critic,
 )
-from flexrlhf.config.strict_model import StrictModel
+from flexrlhf.config.algorithms.policy_sections import LagrangeSpec
 from flexrlhf.operators.columns import TEXT
 from flexrlhf.operators.graph import Graph, Operator
 
@@ -54,24 +54,6 @@ class AcShareSpec(PpoSpec):
         train = train_actor(self, "shared_loss", ("values", "returns"), quantities=("logprobs", "values"))
         operators = (*sampled_and_scored(self, forwarded=("logprobs", "values")), estimated, train)
         return policy_graph(self, operators, ("actor", *reference(self), "reward"))
-
-
-class LagrangeSpec(StrictModel):
-    """Lagrange multiplier of the limit on the cost, by gradient ascent on its logarithm (Dai et al. 2024, eq. 12).
-
-    log lambda += learning_rate * lambda * (mean cost of a step's responses - limit).
-    """
-
-    limit: float = Field(0.0, description="the mean cost is to stay below it")
-    initial: float = Field(1.0, gt=0, description="lambda of the first step")
-    learning_rate: float = Field(0.1, ge=0, description="of log lambda")
-    maximum: float | None = Field(5.0, gt=0, description="largest lambda; null: no limit")
-
-    @model_validator(mode="after")
-    def _starts_within(self) -> Self:
-        if self.maximum is not None and self.initial > self.maximum:
-            raise ValueError(f"initial {self.initial:g} exceeds maximum {self.maximum:g}")
-        return self
 
 
 class SafeRlhfSpec(PpoSpec):
