@@ -234,13 +234,6 @@ def test_the_resolved_yaml_gives_the_same_placement(short: bool) -> None:
     assert isinstance(again.placement, PlacementMap) and again.placement.operators is not None
 
 
-def test_the_plan_lists_the_operators_of_every_copy() -> None:
-    text = format_plan(planned(generate=TP))
-    assert "follows actor: generate, released after it" in text
-    assert "trained: train_critic, values" in text
-    assert "release actor.generate" in text
-
-
 @pytest.mark.parametrize(
     ("placement", "sentence"),
     [

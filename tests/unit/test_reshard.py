@@ -102,16 +102,6 @@ def test_bytes_of_a_sync_from_shards_to_tensor_parallel_parts() -> None:
     assert plan.traffic.sync_bytes(sync) == 4 * 2 * (TINY_CUT // 2 + TINY_WHOLE)
 
 
-def test_bytes_are_the_same_whichever_library_cuts_in_halves() -> None:
-    """Every tensor of the tiny actor has an even number of rows."""
-    torch_, deepspeed = (
-        plan_of(SIX, 4, f"models.actor.engine={engine}", "models.actor.zero=3") for engine in ("torch", "deepspeed")
-    )
-    assert torch_.traffic.sync_bytes(sync_of(torch_, "actor")) == deepspeed.traffic.sync_bytes(
-        sync_of(deepspeed, "actor")
-    )
-
-
 # --- groups
 
 
@@ -231,16 +221,6 @@ def test_to_merge_shards_adapters_are_gathered_in_float32(dtype: str) -> None:
     plan, sync = engine_sync(SIX, 4, *lora)
     assert sync.gathers == ((0, 1),)
     assert plan.traffic.sync_bytes(sync) == 2 * 4 * adapters // 2 + 2 * item * TINY_LINEAR
-
-
-def test_an_engine_cuts_embedding_and_head_along_a_padded_vocabulary() -> None:
-    """As vLLM does: 100 rows are padded to 128, so the second of two ranks holds 36 of them; of 32 it holds none."""
-    for words, held in ((100, [64, 36]), (32, [32, 0]), (128, [64, 64])):
-        plan, _ = engine_sync(None, 2, "rollout.tp=2", f"models.actor.init.vocab_size={words}")
-        engine = plan.placement["actor.rollout"]
-        parts = [plan.shapes["actor"].parts_on(engine, rank) for rank in (0, 1)]
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            assert [part[name].num_elements for part in parts] == [8 * rows for rows in held], name
 
 
 def test_an_engine_apart_is_sent_its_part() -> None:

@@ -100,15 +100,6 @@ def test_replicas_hold_the_same_where_nothing_is_sharded(engine: str, zero: int,
             assert all(parts == held[rank] for parts in others) == (model.split == "whole")
 
 
-def test_one_rank_holds_everything() -> None:
-    draw = random.Random(2)
-    for engine, zero in product(("torch", "deepspeed"), (0, 3)):
-        shape = drawn_shape(draw, 1)
-        assert shape.parts_on(placed(engine, zero, 1, 1), 3) == {
-            name: Part.whole(size) for name, size in shape.parameters
-        }
-
-
 def test_a_part_counts_the_elements_of_its_box_or_range() -> None:
     assert Part.whole((3, 2)).num_elements == 6
     assert Part((3, 2), (range(3), range(2)), range(5)).num_elements == 5
