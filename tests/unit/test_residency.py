@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 from small_runs import plan_of
 
-from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
-from flexrlhf.strategies.instructions import Eval, Offload, Reload, Run, Sync
-from flexrlhf.strategies.residency import DeviceMemory, resident_models
+from flexrlhf.strategies.instructions import Offload, Reload, Run, Sync
 
 SIX = "placement=[0.5,0.5,0.5,0.5,0.5,0.5]"
 VLLM = "rollout.engine=vllm"
@@ -33,94 +30,12 @@ def residences(plan: Plan) -> list[Offload | Reload]:
     return [item for item in plan.schedule.instructions if isinstance(item, Offload | Reload)]
 
 
-def replay(plan: Plan, rank: int) -> list[int]:
-    """Walk a whole run on one rank; of every instruction what it needs, with the models that are there."""
-    placed = tuple(model.name for model in plan.placement.on_rank(rank))
-    away, woken = set(plan.offloaded.get(rank, ())), set[str]()
-    memory = DeviceMemory(plan.sizing, plan.cluster, plan.batch)
-    needs = []
-
-    def state(name: ModelName) -> int:
-        """Bytes of a model; the cache of a rollout engine is allocated when it generates."""
-        of_cache = plan.sizing.kv_bytes(plan.placement[name]) if name in woken else 0
-        return memory.state(rank, name) - of_cache
-
-    for _, _, item in plan.schedule.walk(rank, plan.spec.steps):
-        match item:
-            case Offload(model=name):
-                assert name not in away, f"{name} is put away twice"
-                away.add(name)
-            case Reload(model=name):
-                assert name in away, f"{name} is taken back twice"
-                away.discard(name)
-                woken.add(name)
-            case _:
-                woken -= set(item.uses) if isinstance(item, Run | Eval) else set()
-                touched = resident_models(item, placed)
-                assert not away & set(touched), f"{item.label} touches {away & set(touched)}"
-                resting = sum(state(name) for name in placed if name not in away)
-                needs += [resting + memory.needed_for(rank, item)] if touched else []
-    return needs
-
-
 def test_nothing_moves_where_nobody_says_what_devices_hold() -> None:
     assert residences(planned(None)) == [] and planned(None).offloaded == {}
 
 
 def test_nothing_moves_where_all_fits() -> None:
     assert residences(planned(1.0)) == []
-
-
-OVERRIDES = {
-    "co-located": (),
-    "interleaving": ("placement=[1,1,0.5,0.5]",),
-    "six": (SIX,),
-    "lag": (SIX, "schedule.lag=1", "sync.every=2"),
-    "chunks": (SIX, "schedule.num_chunks=2", "algorithm.num_mini_batches=4"),
-    "saving": ("save.every=2",),
-    "rollout": (VLLM, *CHUNKS),
-    "rollout that stays awake": (VLLM, AWAKE, "save.every=2"),
-    "tensor parallel rollout": ("placement=[1,1,0.5,0.5]", VLLM, "rollout.tp=2", "save.every=2"),
-    "rollout apart": (SIX, VLLM, *CHUNKS, "sync.every=2"),
-}
-
-
-@pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
-@pytest.mark.parametrize("share", [0.95, 0.8, 0.6, 0.45])
-def test_models_are_there_when_they_are_touched(share: float, overrides: tuple[str, ...]) -> None:
-    plan = planned(share, *overrides)
-    assert share > 0.9 or residences(plan), "nothing was put away"
-    for rank in range(plan.placement.num_ranks):
-        replay(plan, rank)
-
-
-@pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
-def test_the_run_fits_where_every_instruction_fits_by_itself(overrides: tuple[str, ...]) -> None:
-    free = planned(None, *overrides)
-    for rank in range(free.placement.num_ranks):
-        alone = max(least_of(free, rank), default=0)
-        plan = plan_of(None, 2, *overrides, f"cluster.memory_gb={(alone + 1) / 1e9}")
-        assert max(replay(plan, rank), default=0) <= plan.cluster.memory_bytes(rank), rank
-
-
-def least_of(plan: Plan, rank: int) -> list[int]:
-    """What each instruction needs with nothing there but the models that it touches."""
-    placed = tuple(model.name for model in plan.placement.on_rank(rank))
-    memory = DeviceMemory(plan.sizing, plan.cluster, plan.batch)
-    mine = [(item, resident_models(item, placed)) for item in plan.schedule.for_rank(rank)]
-    return [
-        sum(memory.state(rank, name) for name in touched) + memory.needed_for(rank, item)
-        for item, touched in mine
-        if touched
-    ]
-
-
-def test_the_model_used_farthest_in_the_future_goes() -> None:
-    """Of those that wait while the reference computes, the reward model is next and the actor last but one."""
-    plan = planned(0.8)
-    first = residences(plan)[0]
-    order = [item.model for item in plan.schedule.for_rank(0) if hasattr(item, "operator")]
-    assert isinstance(first, Offload | Reload) and first.model in order
 
 
 def test_a_rare_visit_leaves_what_it_found() -> None:
@@ -134,15 +49,6 @@ def test_a_rare_visit_leaves_what_it_found() -> None:
         for rank in item.ranks:
             balance[item.model, rank] += 1 if isinstance(item, Reload) else -1
     assert not any(balance.values()), balance
-
-
-def test_random_capacities_never_break_the_walk() -> None:
-    draw = random.Random(3)
-    for _ in range(40):
-        overrides = draw.choice(list(OVERRIDES.values()))
-        plan = planned(draw.uniform(0.05, 1.1), *overrides)
-        for rank in range(plan.placement.num_ranks):
-            replay(plan, rank)
 
 
 def test_planning_again_adds_nothing_twice() -> None:

@@ -20,7 +20,6 @@ from flexrlhf.engines.torch.engine import TorchEngine
 from flexrlhf.operators.columns import COLUMNS, Lengths
 
 LENGTHS = Lengths(prompt=5, response=6)
-ENDS = tuple(range(1, 9))
 SAMPLING = Sampling(seed=3, step=2, temperature=1.0, eos_token_ids=(1,), pad_token_id=0)
 
 
@@ -194,11 +193,6 @@ def engine_of(temperature: float = 1.0) -> TorchEngine:
 
 
 @pytest.fixture(scope="module")
-def engine() -> TorchEngine:
-    return engine_of()
-
-
-@pytest.fixture(scope="module")
 def prompts() -> Batch:
     """12 rows with prompts of 1 to 5 tokens."""
     generator = torch.Generator().manual_seed(1)
@@ -208,79 +202,11 @@ def prompts() -> Batch:
     return Batch({"prompts": tokens, "prompt_mask": mask}, torch.arange(20, 32), 1)
 
 
-def sampled(engine: TorchEngine, batch: Batch, parts: int = 1, sampling: Sampling = SAMPLING) -> dict[str, Tensor]:
-    size = len(batch) // parts
-    pieces = [engine.generate(batch.select(slice(i * size, (i + 1) * size)), sampling) for i in range(parts)]
-    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-
-
-@pytest.mark.parametrize("parts", [2, 3, 12])
-def test_responses_are_the_same_in_one_batch_in_parts_and_one_by_one(
-    engine: TorchEngine, prompts: Batch, parts: int
-) -> None:
-    whole, split = sampled(engine, prompts), sampled(engine, prompts, parts)
-    for name, values in whole.items():
-        # other rows of a batch may change how log-probs are rounded
-        assert torch.allclose(split[name].double(), values.double(), atol=1e-5, rtol=0), name
-
-
-def test_responses_follow_the_row_numbers_in_another_order(engine: TorchEngine, prompts: Batch) -> None:
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(2))
-    mixed = Batch({name: column[order] for name, column in prompts.columns.items()}, prompts.rows[order], 1)
-    assert torch.equal(sampled(engine, mixed)["tokens"], sampled(engine, prompts)["tokens"][order])
-
-
-def test_responses_differ_by_seed_and_step_and_row(engine: TorchEngine, prompts: Batch) -> None:
-    first = sampled(engine, prompts)["tokens"]
-    assert not torch.equal(first, sampled(engine, prompts, sampling=replace(SAMPLING, seed=4))["tokens"])
-    assert not torch.equal(first, sampled(engine, prompts, sampling=replace(SAMPLING, step=3))["tokens"])
-    elsewhere = Batch(prompts.columns, prompts.rows + 100, 1)
-    assert not torch.equal(first, sampled(engine, elsewhere)["tokens"])
-
-
-def test_masks_end_with_the_response(engine: TorchEngine, prompts: Batch) -> None:
-    """Up to and with the first end token; behind it nothing but padding."""
-    columns = sampled(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS))
-    responses, mask = columns["tokens"][:, 5:], columns["response_mask"].bool()
-    assert 0 < int(columns["finished"].sum()) < 12
-    for response, inside, finished in zip(responses.tolist(), mask.tolist(), columns["finished"].tolist(), strict=True):
-        length = sum(inside)
-        assert inside == [True] * length + [False] * (6 - length)
-        ends = [token in ENDS for token in response[:length]]
-        assert ends == [False] * (length - 1) + [bool(finished)]
-        assert finished or length == 6
-        assert response[length:] == [0] * (6 - length)
-    assert torch.equal(columns["tokens"][:, :5], prompts["prompts"])
-    assert torch.equal(columns["attention_mask"], torch.cat([prompts["prompt_mask"], columns["response_mask"]], 1))
-
-
-def test_an_end_token_that_is_the_pad_token_counts_as_part_of_the_response(engine: TorchEngine, prompts: Batch) -> None:
-    apart = sampled(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS, pad_token_id=0))
-    same = sampled(engine, prompts, sampling=replace(SAMPLING, eos_token_ids=ENDS, pad_token_id=5))
-    assert 0 < int(apart["finished"].sum()) < 12
-    for name in ("response_mask", "finished", "attention_mask"):
-        assert torch.equal(apart[name], same[name])
-    inside = same["response_mask"].bool()
-    assert torch.equal(apart["tokens"][:, 5:][inside], same["tokens"][:, 5:][inside])
-
-
-def test_no_prompts_give_no_responses(engine: TorchEngine, prompts: Batch) -> None:
-    columns = engine.generate(prompts.select(slice(0, 0)), SAMPLING)
-    widths = {name: tuple(column.shape) for name, column in columns.items()}
-    assert widths == {
-        "tokens": (0, 11),
-        "attention_mask": (0, 11),
-        "response_mask": (0, 6),
-        "finished": (0,),
-        "rollout_logprobs": (0, 6),
-    }
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_tokens_are_those_that_the_forward_pass_makes_likeliest(temperature: float, prompts: Batch) -> None:
     """Generation and forward have the same distribution: with noise, the sampled token has the largest logit."""
     engine = engine_of(temperature)
-    columns = sampled(engine, prompts, sampling=replace(SAMPLING, temperature=temperature))
+    columns = engine.generate(prompts, replace(SAMPLING, temperature=temperature))
     batch = Batch(columns, prompts.rows, 1)
     logprobs = engine.forward(batch, [COLUMNS["logprobs"]])["logprobs"]
     mask, responses = columns["response_mask"].bool(), columns["tokens"][:, 5:].long()

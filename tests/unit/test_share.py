@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_runs import RECOMPUTE, plan_of, spec_of
+from small_runs import plan_of, spec_of
 
 from flexrlhf.config.algorithms.ppo import PpoSpec
 from flexrlhf.config.spec import Spec
@@ -12,8 +12,6 @@ from flexrlhf.errors import UserError
 from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
-from flexrlhf.plan.schedule_text import schedule_table
-from flexrlhf.strategies.instructions import Move, Run
 
 SHARED = ("models.actor.lora={rank: 2}", "models.ref.share=actor")
 THREE = ("actor", "critic", "reward")
@@ -22,10 +20,6 @@ FIVE = ("actor.shadow", "critic.shadow", *THREE)
 
 def shared_plan(placement: object, devices: int, *overrides: str) -> Plan:
     return plan_of(placement, devices, *SHARED, *overrides)
-
-
-def run_of(plan: Plan, operator: str) -> Run:
-    return next(x for x in plan.schedule.instructions if isinstance(x, Run) and x.operator.name == operator)
 
 
 @pytest.mark.parametrize(
@@ -101,50 +95,3 @@ def test_a_mapping_has_no_entry_for_it() -> None:
     with pytest.raises(UserError, match="placement: no model 'ref'.*known: actor.shadow, critic.shadow, actor"):
         shared_plan({"actor": 1, "critic": 1, "ref": 1, "reward": 1}, 2)
     assert "ref" not in shared_plan({"actor": 1, "critic": 1, "reward": 1}, 2).placement
-
-
-# --- the schedule
-
-
-@pytest.mark.parametrize(("vector", "model"), [([1, 1, 1], "actor"), ([0.5] * 5, "actor.shadow")])
-def test_its_log_probs_are_made_where_the_policy_infers(vector: list[float], model: str) -> None:
-    plan = shared_plan(vector, 2)
-    run = run_of(plan, "ref_logprobs")
-    assert (run.model, run.operator.adapters) == (model, False)
-    assert run.ranks == run_of(plan, "generate").ranks
-
-
-def test_the_schedule_on_two_devices() -> None:
-    assert [" ".join(line.split()) for line in schedule_table(shared_plan([1, 1, 0.5], 2, RECOMPUTE))] == [
-        "## run generate on actor",
-        "## move tokens, attention_mask actor -> reward point_to_point 240 B",
-        "## run logprobs on actor",
-        "## run ref_logprobs on actor",
-        "#. run scores on reward",
-        "## run values on critic",
-        "## move scores reward -> actor point_to_point 16 B",
-        "## run advantages on actor",
-        "## run train_actor on actor",
-        "## run train_critic on critic",
-        "#. save actor after the last step",
-        "#. save critic after the last step",
-    ]
-
-
-def test_its_log_probs_never_travel() -> None:
-    for vector in ([1, 1, 0.5], [0.5] * 5):
-        moves = [x for x in shared_plan(vector, 2).schedule.instructions if isinstance(x, Move)]
-        assert moves and all("ref_logprobs" not in move.columns for move in moves)
-
-
-# --- the spec
-
-
-def test_the_resolved_spec_plans_the_same() -> None:
-    """As the ranks do, which read the file that the command wrote for them."""
-    plan = shared_plan([0.5] * 5, 2)
-    assert plan.spec.models.ref == spec_of(None, 2, *SHARED).models.ref
-    assert plan.spec.models.critic is not None and plan.spec.models.critic.init is not None
-    again = Spec.parse(read_yaml(plan.spec.dump()))
-    assert again == plan.spec
-    assert make_plan(again) == plan
