@@ -28,7 +28,6 @@ SMALL = Transformer(24, 896, 4864, 14, 2, 64, 151936, tied=True)
 SEVEN = Transformer(32, 4096, 11008, 32, 32, 128, 32000)
 QWEN_SEVEN = Transformer(28, 3584, 18944, 28, 4, 128, 152064)
 SEVENTY = Transformer(80, 8192, 28672, 64, 8, 128, 32000)
-ENGINES = sorted(DECODERS)
 COSTS = TABLES.costs(NO_OVERHEADS)
 
 
@@ -52,65 +51,6 @@ def first_tokens_of(call: Call, mesh: Mesh) -> float:
 
 def one_step(call: Call, mesh: Mesh, rows: float, context: float) -> Cost:
     return step_cost(call, mesh, rows, context, DECODERS[call.engine])
-
-
-def drawn_calls(engine: str) -> list[tuple[Call, Mesh]]:
-    """Calls of many shapes, always the same."""
-    draw = random.Random(engine)
-    calls = []
-    for _ in range(40):
-        responses = tuple(float(round(draw.lognormvariate(5, 1))) for _ in range(draw.choice((1, 2, 7, 100, 400))))
-        call = call_of(
-            engine,
-            model=draw.choice((SMALL, SEVEN, QWEN_SEVEN, SEVENTY)),
-            rows=draw.choice((1, 3, 16, 100, 512)),
-            prompt=float(draw.choice((1, 100, 1024, 8000))),
-            responses=responses,
-            decode_rows=draw.choice((1, 8, 64, 256)),
-        )
-        tp, pp = draw.choice(((1, 1), (2, 1), (8, 1), (1, 2), (4, 2)))
-        name = draw.choice(("V100-32G", "A100-80G", "H100-80G", "L40S-48G"))
-        calls.append((call, mesh_of(name, tp=tp, pp=pp, dp=2, zero=draw.choice((0, 3)))))
-    return calls
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_better_device_is_never_slower(engine: str) -> None:
-    for call, mesh in drawn_calls(engine):
-        usual = seconds_of(call, mesh) * (1 + 1e-9)
-        device = mesh.device
-        for better in (
-            replace(device, memory_gb_s=1.5 * device.memory_gb_s),
-            replace(device, tflops=1.5 * device.tflops),
-            replace(device, host_gb_s=1.5 * device.host_gb_s),
-        ):
-            assert seconds_of(call, replace(mesh, device=better)) <= usual
-        links = Links(1.5 * mesh.links.device_gb_s, 1.5 * mesh.links.node_gb_s)
-        assert seconds_of(call, replace(mesh, links=links)) <= usual
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_more_work_never_takes_less(engine: str) -> None:
-    for call, mesh in drawn_calls(engine):
-        usual = seconds_of(call, mesh) * (1 - 1e-9)
-        *shorter, longest = sorted(call.responses)
-        for more in (
-            replace(call, rows=call.rows + 1),
-            replace(call, rows=2 * call.rows),
-            replace(call, prompt=1.3 * call.prompt),
-            replace(call, responses=tuple(1.3 * length for length in call.responses)),
-            replace(call, responses=(*shorter, 2 * longest)),
-            replace(call, model=replace(call.model, layers=call.model.layers + 8)),
-        ):
-            assert seconds_of(more, mesh) >= usual, more
-
-
-@pytest.mark.parametrize("engine", [name for name in ENGINES if DECODERS[name].batching == "refill"])
-def test_more_places_are_never_slower_where_rows_enter_as_others_end(engine: str) -> None:
-    for call, mesh in drawn_calls(engine):
-        times = [seconds_of(replace(call, decode_rows=places), mesh) for places in (1, 2, 5, 16, 50, 128, 512)]
-        for fewer, more in zip(times, times[1:], strict=False):
-            assert more <= fewer * (1 + 1e-9)
 
 
 def test_of_the_same_lengths_every_batching_takes_the_same() -> None:

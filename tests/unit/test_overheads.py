@@ -56,15 +56,6 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.kind} {call.engine}")
-@pytest.mark.parametrize("name", ["passes", "decode", "tensor"])
-def test_a_smaller_share_is_never_faster(call: Call, name: str) -> None:
-    for mesh in (mesh_of(), mesh_of(tp=8), mesh_of(dp=16, zero=3)):
-        times = [AnalyticCosts(overheads=RunOverheads(**{name: share})).call(call, mesh) for share in (1.0, 0.5, 0.1)]
-        seconds = [each.seconds for each in times]
-        assert seconds == sorted(seconds)
-
-
 def test_each_share_slows_down_what_it_is_named_after() -> None:
     train, generate = call_of("train", "torch"), call_of("generate", "vllm")
     mesh, half = mesh_of(tp=8), 0.5
