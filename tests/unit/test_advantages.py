@@ -25,48 +25,7 @@ from flexrlhf.objectives.group_advantages import best_of_group, centre_in_groups
 from flexrlhf.objectives.reward_shaping import shape_rewards
 from flexrlhf.trainer.controllers import first_state
 
-
-def floats(tensor: Tensor) -> Any:
-    return pytest.approx(tensor.tolist(), abs=1e-5)
-
-
 # --- advantages by hand
-
-
-def test_gae_by_hand() -> None:
-    """gamma 0.5, lambda 0.5: each delta adds a quarter of the next advantage."""
-    rewards, values = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[0.0, 4.0, 2.0, 9.0]])
-    advantages, returns = gae(rewards, values, mask_of("111"), 0.5, 0.5, torch.zeros(1))
-    # deltas: 1 + 2 - 0 = 3; 0 + 1 - 4 = -3; 2 + 0 - 2 = 0
-    assert advantages[0].tolist() == floats(torch.tensor([3 - 0.75, -3.0, 0.0]))
-    assert returns[0].tolist() == floats(torch.tensor([2.25, 1.0, 2.0]))
-
-
-def test_gae_is_carried_over_a_gap() -> None:
-    """A row with a gap has the advantages of the same row without it."""
-    mask = mask_of("10011", "11100")
-    rewards = torch.tensor([[1.0, 7.0, 7.0, 0.0, 2.0], [1.0, 0.0, 2.0, 7.0, 7.0]]) * mask
-    values = torch.tensor([[0.0, 5.0, 5.0, 4.0, 2.0, 5.0], [0.0, 4.0, 2.0, 5.0, 5.0, 5.0]])
-    advantages, returns = gae(rewards, values, mask, 0.5, 0.5, torch.zeros(2))
-    assert advantages[0][mask[0].bool()].tolist() == advantages[1][:3].tolist() == [2.25, -3.0, 0.0]
-    assert returns[0].tolist() == [2.25, 0.0, 0.0, 1.0, 2.0]
-    assert advantages[0, 1:3].tolist() == [0.0, 0.0]
-
-
-def test_gae_bootstraps_with_the_final_value() -> None:
-    advantages, _ = gae(torch.zeros(1, 3), torch.zeros(1, 4), mask_of("110"), 0.5, 0.5, torch.tensor([8.0]))
-    assert advantages[0].tolist() == [1.0, 4.0, 0.0]
-
-
-def test_gae_of_an_empty_response_is_zero() -> None:
-    advantages, returns = gae(torch.ones(1, 3), torch.ones(1, 4), mask_of("000"), 1.0, 0.95, torch.ones(1))
-    assert not advantages.any() and not returns.any()
-
-
-def test_with_lambda_one_returns_are_the_discounted_rewards() -> None:
-    rewards = torch.tensor([[1.0, 2.0, 4.0]])
-    _, returns = gae(rewards, torch.randn(1, 4), mask_of("111"), 0.5, 1.0, torch.zeros(1))
-    assert returns[0].tolist() == floats(torch.tensor([3.0, 4.0, 4.0]))
 
 
 def test_a_truncated_response_bootstraps_with_the_value_behind_its_last_token() -> None:
@@ -165,25 +124,7 @@ def test_whitening_of_large_values_has_mean_zero() -> None:
 # --- whitening
 
 
-def test_whitening_by_hand() -> None:
-    """Mean 2 and variance 1 with Bessel's correction; what lies outside the mask counts nothing."""
-    values = torch.tensor([[1.0, 2.0], [3.0, 99.0]])
-    assert whiten(values, mask_of("11", "10"), [slice(0, 2)], Alone()).tolist() == [[-1.0, 0.0], [1.0, 0.0]]
-
-
 SPLITS = [(10,), (5, 5), (9, 1), (10, 0), (0, 4, 6), (3, 3, 2, 2)]
-
-
-@pytest.mark.parametrize("sizes", SPLITS)
-def test_whitening_is_the_same_for_any_split(sizes: tuple[int, ...]) -> None:
-    values, mask = ragged(10)
-    whole = whiten(values, mask, [slice(0, 10)], Alone())
-    value_parts, mask_parts = values.split(sizes), mask.split(sizes)
-
-    def work(rank: int, port: Port) -> Tensor:
-        return whiten(value_parts[rank], mask_parts[rank], [slice(0, sizes[rank])], port)
-
-    assert torch.allclose(torch.cat(on_replicas(len(sizes), work)), whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -214,14 +155,6 @@ def test_what_is_whitened_together_is_a_setting(whitening: str) -> None:
         own = found[part][mask[part].bool()].tolist()
         assert statistics.mean(own) == pytest.approx(0.0, abs=1e-6)
         assert statistics.stdev(own) == pytest.approx(1.0, abs=1e-5)
-
-
-def test_mini_batches_are_whitened_by_themselves() -> None:
-    values, mask = ragged(10)
-    segments = [slice(0, 4), slice(4, 4), slice(4, 10)]
-    both = whiten(values, mask, segments, Alone())
-    for part in (segments[0], segments[2]):
-        assert torch.equal(both[part], whiten(values[part], mask[part], [slice(0, 99)], Alone()))
 
 
 @pytest.mark.parametrize("mask", ["000", "100"])

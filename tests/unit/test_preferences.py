@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -177,9 +176,3 @@ def test_a_reference_point_is_of_the_mini_batch_on_all_ranks() -> None:
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         Spec.parse({"name": "x", "algorithm": settings}, "x.yaml")
-
-
-def test_the_loss_of_dpo_at_the_start_is_log_2() -> None:
-    columns = {"response_mask": MASK, "ref_logprobs": POLICY}
-    loss, _ = LOSSES["preference_loss"](DpoSpec()).function(Outputs(POLICY), batch_of(2, **columns), Totals(13, 4, 2))
-    assert float(loss) == pytest.approx(math.log(2))

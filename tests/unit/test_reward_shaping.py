@@ -224,14 +224,6 @@ def test_a_bootstrapped_response_has_no_score_and_no_part_in_those_of_others(nor
 # --- normalising
 
 
-def test_scores_are_normalised_by_those_of_their_batch() -> None:
-    scores = [1.0, 2.0, 4.0, 8.0, 3.5]
-    mean, deviation = statistics.mean(scores), statistics.stdev(scores)
-    batch = scored_batch(mask_of(*["1"] * 5), scores)
-    expected = [(score - mean) / deviation for score in scores]
-    assert scores_of(PpoSpec(normalise_scores="batch"), batch) == pytest.approx(expected, abs=1e-6)
-
-
 def test_only_responses_that_count_normalise_a_batch() -> None:
     batch = scored_batch(mask_of(*["1"] * 5), [1.0, 100.0, 2.0, math.nan, 6.0], [1, 0, 1, 1, 1])
     spec = PpoSpec(normalise_scores="batch", truncation="mask")
@@ -244,23 +236,6 @@ def test_only_responses_that_count_normalise_a_batch() -> None:
 def test_scores_without_a_spread_are_zero(scores: list[float]) -> None:
     batch = scored_batch(mask_of(*["1"] * len(scores)), scores)
     assert scores_of(PpoSpec(normalise_scores="batch"), batch) == [0.0] * len(scores)
-
-
-@pytest.mark.parametrize("sizes", [(10,), (5, 5), (9, 1), (10, 0), (0, 4, 6)])
-def test_normalised_scores_are_the_same_for_any_split(sizes: tuple[int, ...]) -> None:
-    values, _ = ragged(10, seed=4)
-    scores = values[:, 0].tolist()
-    scores[3] = math.inf
-    batch = scored_batch(mask_of(*["10"] * 10), scores, [1, 0] * 5)
-    spec = PpoSpec(normalise_scores="batch", truncation="mask")
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-
-    def work(rank: int, port: Port) -> list[float]:
-        part = batch.select(slice(ends[rank] - sizes[rank], ends[rank]))
-        return shape_rewards(spec, part, context_of(spec, part, port)).scores.tolist()
-
-    found = [score for part in on_replicas(len(sizes), work) for score in part]
-    assert found == pytest.approx(scores_of(spec, batch), abs=1e-6)
 
 
 @pytest.mark.parametrize("count", [0.0, 1.0])
