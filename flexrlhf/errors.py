@@ -9,6 +9,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Self
 
 LONGEST = 1500
@@ -32,22 +33,57 @@ class UserError(ValueError):
     """Problem of a setting, a file or a data row, which the user can fix."""
 
 
-class SettingError(UserError):
-    """Setting of a model that does not go with its engine, sizes, devices or other settings.
+@dataclass(frozen=True)
+class Alternative:
+    """Change of a setting with which a refused run is planned.
 
     section:  of the YAML, such as ``models.actor``.
     setting:  its name there.
-    only:     the one value that works; None: others may.
+    values:   any of which works.
+    is_all:   whether no other value works, whatever the other settings of the section are.
+    along:    a setting of the section that changes with it, and its value; empty: none.
     """
 
-    def __init__(self, sentence: str, section: str = "", setting: str = "", only: object = None) -> None:
+    section: str
+    setting: str
+    values: tuple[object, ...]
+    is_all: bool = False
+    along: tuple[str, object] | tuple[()] = ()
+
+    def text_in(self, section: str, setting: str) -> str:
+        """Return the change in words, at the end of a sentence that begins with a setting."""
+        values = either(map(plain_value, self.values))
+        if self.along:
+            values += f" with {self.along[0]} {plain_value(self.along[1])}"
+        if (self.section, self.setting) == (section, setting):
+            return values
+        return f"{self.setting} {values}" if self.section == section else f"{self.section}.{self.setting}: {values}"
+
+
+class SettingError(UserError):
+    """Setting that does not go with its engine, sizes, devices or other settings.
+
+    section:   of the YAML, such as ``models.actor``.
+    setting:   its name there.
+    alternatives:  changes of settings that the sentence names, each of which is one that works; empty: unknown.
+    """
+
+    def __init__(
+        self, sentence: str, section: str = "", setting: str = "", alternatives: tuple[Alternative, ...] = ()
+    ) -> None:
         super().__init__(sentence)
-        self.section, self.setting, self.only = section, setting, only
+        self.section, self.setting, self.alternatives = section, setting, alternatives
 
     @classmethod
-    def of(cls, section: str, setting: str, reason: str, only: object = None) -> Self:
+    def of(cls, section: str, setting: str, reason: str, alternatives: tuple[Alternative, ...] = ()) -> Self:
         """Return the error whose sentence begins with the key of the setting."""
-        return cls(f"{section}.{setting}: {reason}", section, setting, only)
+        return cls(f"{section}.{setting}: {reason}", section, setting, alternatives)
+
+    @property
+    def allowed(self) -> tuple[object, ...]:
+        """The values of the setting that alone work, whatever the others of the section are; empty: unknown."""
+        own = (each for each in self.alternatives if (each.section, each.setting) == (self.section, self.setting))
+        return next((each.values for each in own if each.is_all), ())
 
 
 class RunStopped(Exception):
@@ -121,6 +157,11 @@ def either(choices: Iterable[object]) -> str:
 def shown(value: Any) -> str:
     """Return a setting in one line as a YAML file may have it (``null``, not ``None``), texts in quotes."""
     return repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def plain_value(value: object) -> str:
+    """Return a setting as a sentence names it: as a YAML file may have it, texts without quotes."""
+    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else shown(value)
 
 
 def one_line(text: str) -> str:

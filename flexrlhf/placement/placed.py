@@ -12,7 +12,7 @@ from flexrlhf.config.engines import TORCH, EngineFacts, Split
 from flexrlhf.config.model_settings import DTYPE_BYTES, Dtype, Head, LoraSpec, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import OperatorPlacement
 from flexrlhf.config.spec import RolloutSpec
-from flexrlhf.errors import SettingError, either
+from flexrlhf.errors import Alternative, SettingError, either
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.layout import Layout
 
@@ -232,13 +232,14 @@ class PlacedModel:
 
     def key(self, setting: str) -> str:
         """Return the YAML key of ``setting``; settings that a copy's section lacks are its role's."""
-        return ".".join(self._place_of(setting))
+        return ".".join(self.place_of(setting))
 
-    def refusal(self, setting: str, reason: str, only: object = None) -> SettingError:
-        """Return the error of ``setting``. ``only``: the one value that works; None: others may."""
-        return SettingError.of(*self._place_of(setting), reason, only)
+    def refusal(self, setting: str, reason: str, allowed: tuple[object, ...] = ()) -> SettingError:
+        """Return the error of ``setting``. ``allowed``: the values that alone work; empty: unknown."""
+        place = self.place_of(setting)
+        return SettingError.of(*place, reason, (Alternative(*place, allowed, is_all=True),) if allowed else ())
 
-    def _place_of(self, setting: str) -> tuple[str, str]:
+    def place_of(self, setting: str) -> tuple[str, str]:
         """Return the section of the YAML and the name there of ``setting``."""
         if self.operator and setting in OperatorPlacement.model_fields:
             return f"placement.operators.{self.operator}", setting

@@ -212,7 +212,7 @@ def _check_modules(model: PlacedModel, shape: ModelShape | None) -> None:
     """Raise UserError for Liger's kernels or tiles of an MLP in a family that is not among those checked here."""
     found, attention = _other_family(shape), model.settings.attention
     if found in Families.WITH_SINKS and attention in ("sdpa", "flash_attention_2"):
-        raise model.refusal("attention", f"{attention} has no sinks, which {found} models have; use auto", only="auto")
+        raise model.refusal("attention", f"{attention} has no sinks, which {found} models have; use auto", ("auto",))
     for name, kind in (("liger", "kernels"), ("tiled_mlp", "tiles")):
         if found is not None and getattr(model.settings, name):
             raise model.refusal(
@@ -338,13 +338,13 @@ def _check_parts_of_rows(model: PlacedModel, shape: ModelShape, longest: int) ->
     settings, sizes = model.settings, shape.sizes
     if sizes is None or sizes.family not in TextPacking.FAMILIES:
         families = ", ".join(Families.LLAMA_LIKE + Families.WITH_EXPERTS)
-        raise model.refusal("cp", f"only {families} models compute parts of a row; use 1", only=1)
+        raise model.refusal("cp", f"only {families} models compute parts of a row; use 1", (1,))
     if shape.window is not None and shape.window < longest:
         raise model.refusal(
             "cp",
             f"sliding attention, of {shape.window} tokens in this model, is not shared by ranks, "
             f"and texts have up to {longest}; use 1",
-            only=1,
+            (1,),
         )
     if settings.context_parallel == "ulysses" and sizes.heads % (settings.cp * settings.tp):
         fits = [n for n in range(1, sizes.heads + 1) if sizes.heads % (n * settings.tp) == 0]
@@ -383,7 +383,7 @@ def _check_experts(model: PlacedModel, shape: ModelShape) -> None:
     experts, settings = None if shape.sizes is None else shape.sizes.experts, model.settings
     ep, tp = settings.ep, settings.tp
     if experts is None:
-        raise model.refusal("ep", f"{ep} is for models with experts, and models.{model.role} has none; use 1", only=1)
+        raise model.refusal("ep", f"{ep} is for models with experts, and models.{model.role} has none; use 1", (1,))
     if experts.number % (ep * tp):
         fits = [n for n in range(1, experts.number + 1) if experts.number % (n * tp) == 0]
         each = "" if tp == 1 else f" on each of {tp} tensor-parallel ranks"
@@ -418,7 +418,7 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
         families += Families.WITH_SPLIT_EXPERTS
     if sizes is None or sizes.family not in families:
         raise model.refusal(
-            "tp", f"only {', '.join(families)} models have a tensor-parallel plan in {model.engine}; use 1", 1
+            "tp", f"only {', '.join(families)} models have a tensor-parallel plan in {model.engine}; use 1", (1,)
         )
     split = _split_sizes(sizes)
     fits = [n for n in range(1, sizes.heads + 1) if _splits_evenly(split, n, model.facts)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flexrlhf.errors import SettingError, UserError
+from flexrlhf.errors import Alternative, SettingError, UserError
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.candidates import Candidate, FeasibleCandidate, RejectedCandidate, check
 from flexrlhf.guideline.advice.choice import is_full
@@ -40,9 +40,13 @@ def test_a_refused_setting_is_left_out_for_its_part_alone() -> None:
     def degrees(error: SettingError) -> set[int]:
         return {each.settings.cp for each in left(error)}
 
-    assert degrees(SettingError.of("models.actor", "cp", "sliding attention; use 1, or engine x", only=1)) == {1}
+    def one_of(section: str) -> tuple[Alternative]:
+        return (Alternative(section, "cp", (1,), is_all=True),)
+
+    refused = SettingError.of("models.actor", "cp", "sliding attention; use 1, or engine x", one_of("models.actor"))
+    assert degrees(refused) == {1}
     assert degrees(SettingError.of("models.actor", "cp", "2 does not divide 7 heads; use 1 or 4")) == {1, 4}
-    assert left(SettingError.of("models.ref", "cp", "sliding attention; use 1", only=1)) == options
+    assert left(SettingError.of("models.ref", "cp", "sliding attention; use 1", one_of("models.ref"))) == options
     # no setting is refused: all others of its degrees are left
     others = [each for each in options if each.settings.cp != 2 or each.settings.zero != wide.settings.zero]
     kept = left(None)
@@ -67,8 +71,8 @@ def test_a_plan_names_the_setting_that_it_refuses() -> None:
 
     # devices, an engine, and devices of a rollout engine
     ranks, engine, rollout = refused("actor", tp=3), refused("ref", pp=2), refused("actor.rollout", tp=8)
-    assert (ranks.section, ranks.setting, ranks.only) == ("models.actor", "tp", None)
-    assert (engine.section, engine.setting, engine.only) == ("models.ref", "pp", 1)
+    assert (ranks.section, ranks.setting, ranks.allowed) == ("models.actor", "tp", ())
+    assert (engine.section, engine.setting, engine.allowed) == ("models.ref", "pp", (1,))
     assert (rollout.section, rollout.setting) == ("rollout", "tp")
 
 

@@ -108,7 +108,7 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         (
             (*critic(), "models.critic.dtype=float16"),
             "models.critic.dtype: megatron computes in bfloat16 and float32 here, found float16; use bfloat16, or "
-            "engine torch or deepspeed",
+            "engine torch",
         ),
         (
             (*critic(), "models.critic.zero=3"),
@@ -116,16 +116,17 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         ),
         (
             (*critic(), "models.critic.zero=1", "models.critic.optimizer.name=sgd"),
-            "models.critic.zero: 1 of engine megatron has no sgd; use 0, or optimizer.name adamw",
+            "models.critic.zero: 1 of engine megatron has no sgd; use 0, optimizer.name adamw, or engine deepspeed",
         ),
         (
             (*critic(), "models.critic.offload_optimizer=true"),
-            "models.critic.offload_optimizer: engine megatron has none, found true; use false, or engine deepspeed",
+            "models.critic.offload_optimizer: engine megatron has none, found true; use false, or engine deepspeed "
+            "with zero 1",
         ),
         (
             (*critic(), "models.critic.offload_activations=true"),
             "models.critic.offload_activations: engine megatron has none, found true; use false, or engine torch or "
-            "deepspeed",
+            "deepspeed with activation_checkpointing true",
         ),
         (
             (*critic(), "models.critic.tiled_mlp=true"),
@@ -147,7 +148,7 @@ def refused(placement: object, devices: int, *overrides: str) -> str:
         (
             ("algorithm.name=ac-share", VLLM, "models.actor.engine=megatron"),
             "models.actor.engine: megatron puts one head on a trunk, and actor has policy and values on one; use "
-            "engine torch or deepspeed, or a separate critic",
+            "torch or deepspeed, or a separate critic",
         ),
     ],
 )

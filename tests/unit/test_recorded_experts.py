@@ -51,7 +51,10 @@ def test_the_column_is_planned_as_any_other() -> None:
             (INIT, "models.actor.engine=deepspeed"),
             f"{KEY}: engine deepspeed records no experts, found rollout; use none, or engine torch",
         ),
-        ((INIT, "models.actor.compile=true"), f"{KEY}: goes with compile false, found true; use false, or none"),
+        (
+            (INIT, "models.actor.compile=true"),
+            f"{KEY}: rollout goes with compile false, found true; use none, or compile false",
+        ),
         (
             (INIT, "rollout.engine=vllm"),
             f"{KEY}: rollout needs the experts that generation chose, which vllm does not return here; use none, or "

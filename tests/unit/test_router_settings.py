@@ -18,7 +18,7 @@ KEY = "models.actor.router_aux_loss_coef"
         ((f"{KEY}=0.1",), f"{KEY}: 0.1 is for models with experts, and models.actor has none; use 0"),
         (
             (INIT, f"{KEY}=0.1", "models.actor.compile=true"),
-            f"{KEY}: goes with compile false, found true; use false, or 0",
+            f"{KEY}: 0.1 goes with compile false, found true; use 0, or compile false",
         ),
         (
             (INIT, "models.actor.router_bias_update_rate=0.1"),

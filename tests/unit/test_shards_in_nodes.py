@@ -90,7 +90,7 @@ def test_communicators_of_shards_and_copies_are_counted() -> None:
         ),
         (
             ("models.ref={shard: node}",),
-            "models.ref.shard: node needs zero 2 or 3, found 0; use zero 3, or shard all",
+            "models.ref.shard: node goes with zero 2 or 3, found 0; use all, or zero 2 or 3",
         ),
         (
             ("models.actor={zero: 3, shard: node}", "cluster={nodes: [{devices: 3}, {devices: 1}]}"),

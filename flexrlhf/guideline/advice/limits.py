@@ -19,28 +19,28 @@ DEGREES = ("zero", "shard", "tp", "pp", "cp", "ep")
 class RefusedSettings:
     """Settings of a part that a plan refuses.
 
-    values:  by name.
+    values:  setting → values of it, all of which are meant together.
     others:  whether all values but these are refused.
     """
 
     part: str
-    values: tuple[tuple[str, object], ...]
+    values: tuple[tuple[str, tuple[object, ...]], ...]
     others: bool = False
 
     @classmethod
     def of(cls, choice: Choice, *names: str) -> Self:
-        return cls(choice.part, tuple((name, getattr(choice.option.settings, name)) for name in names))
+        return cls(choice.part, tuple((name, (getattr(choice.option.settings, name),)) for name in names))
 
     @classmethod
     def by(cls, error: SettingError, choice: Choice, name: str) -> Self:
-        """Return the values of the setting ``name`` that ``error`` refuses: all but the only one that works, if it has
-        one."""
-        if error.only is None:
+        """Return the values of the setting ``name`` that ``error`` refuses: all but the ones that alone work, if it has
+        any."""
+        if not error.allowed:
             return cls.of(choice, name)
-        return cls(choice.part, ((name, error.only),), others=True)
+        return cls(choice.part, ((name, error.allowed),), others=True)
 
     def covers(self, part: str, settings: object) -> bool:
-        alike = (getattr(settings, name) == value for name, value in self.values)
+        alike = (getattr(settings, name) in values for name, values in self.values)
         return part == self.part and all(alike) is not self.others
 
 

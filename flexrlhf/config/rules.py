@@ -1,0 +1,282 @@
+"""Rules as rows: values of a setting, and the values of other subjects that go with them.
+
+One loop asks a table of rules of a view, which has the values of subjects by name. A row names all subjects that it
+reads, so that all views with the same values receive the same answer. Refusals have one form of sentence: the value
+found, the one that it needs and the nearest that work, the last of them also as data (``SettingError.alternatives``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+from flexrlhf.errors import Alternative, SettingError, either, plain_value
+
+
+class RuleView:
+    """Values of the subjects of rules: of settings, by name, and of facts, whose names begin with a source and a dot.
+
+    settings:  the mapping that has the settings.
+    """
+
+    SOURCES: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Source of facts → the attribute of the view that has them."""
+    settings: Any
+
+    @classmethod
+    def is_fact(cls, subject: str) -> bool:
+        """Return whether a subject is a fact, which no change of settings makes another."""
+        return "." in subject and subject.partition(".")[0] in cls.SOURCES
+
+    @classmethod
+    def getter(cls, subject: str) -> Callable[[Any], Any]:
+        """Return the function that reads a subject of a view."""
+        source, _, name = subject.partition(".")
+        if cls.is_fact(subject):
+            return attrgetter(f"{cls.SOURCES[source]}.{name}")
+        cls.default(source)
+        return attrgetter(f"settings.{subject}")
+
+    @classmethod
+    def default(cls, setting: str) -> object:
+        """Return the default of a setting. Raises KeyError for an unknown one."""
+        raise NotImplementedError
+
+    def place(self, setting: str) -> tuple[str, str]:
+        """Return the section of the YAML and the name there of a setting."""
+        raise NotImplementedError
+
+    def engines(self) -> Iterator[tuple[str, ...]]:
+        """Yield the engines that may stand instead of the view's, the better ones first."""
+        yield from ()
+
+    def changed(self, changes: Mapping[str, object]) -> Self:
+        """Return the view with other values of settings."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values of a subject that a rule is about, or allows.
+
+    listed:    the values; nothing where a function returns them.
+    excepted:  whether all values but these are meant.
+    function:  returns the values.
+    subjects:  whose values it takes.
+    """
+
+    listed: tuple[object, ...] = ()
+    excepted: bool = False
+    function: Callable[..., Iterable[object]] | None = None
+    subjects: tuple[str, ...] = ()
+
+    def those_of(self, get: Callable[[str], Any]) -> tuple[object, ...]:
+        """Return the listed values. ``get``: returns the value of a subject."""
+        return self.listed if self.function is None else tuple(self.function(*map(get, self.subjects)))
+
+    def have(self, found: object, get: Callable[[str], Any]) -> bool:
+        """Return whether ``found`` is meant."""
+        listed = self.listed if self.function is None else self.those_of(get)
+        return (found in listed) is not self.excepted
+
+
+def but(*values: object) -> Values:
+    """Return all values but these."""
+    return Values(values, excepted=True)
+
+
+def made_by(function: Callable[..., Iterable[object]], *subjects: str) -> Values:
+    """Return the values that ``function`` returns for the values of ``subjects``."""
+    return Values(function=function, subjects=subjects)
+
+
+def listed_by(subject: str) -> Values:
+    """Return the values that a subject lists."""
+    return made_by(tuple, subject)
+
+
+YES, NO = (True,), (False,)
+Meant = Mapping[str, Values | tuple[object, ...]]
+"""Subject → the values of it that are meant."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values of a setting that go with some values of other subjects alone.
+
+    setting:  its name.
+    needs:    subjects → values of them that go with it; of the setting itself, if others say which of its values fit.
+    when:     subjects → values of them without which the rule says nothing; of the setting every value but its default,
+              if it is not named.
+    lacks:    noun of what an engine that ``needs`` refuses does not have.
+    reason:   sentence up to the alternatives instead of the common one, with subjects in braces, or ``{found}``.
+    instead:  values of the setting that work; empty: its default.
+    words:    instead of these values.
+    also:     further settings → values of them that work instead.
+    further:  words of alternatives that are no settings.
+    """
+
+    setting: str
+    needs: Meant
+    when: Meant = field(default_factory=dict)
+    lacks: str = ""
+    reason: str = ""
+    instead: tuple[object, ...] = ()
+    words: str = ""
+    also: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    further: tuple[str, ...] = ()
+
+
+class RuleTable:
+    """Rules of views of one class, in the order in which they are asked."""
+
+    def __init__(self, view: type[RuleView], rules: Iterable[Rule]) -> None:
+        self._view, self.rules = view, tuple(rules)
+        self._rows = tuple(_Row(rule, view) for rule in self.rules)
+
+    def about(self, *settings: str) -> Self:
+        """Return the rules of these settings alone."""
+        return type(self)(self._view, (rule for rule in self.rules if rule.setting in settings))
+
+    @property
+    def subjects(self) -> frozenset[str]:
+        """Names of all subjects that a rule reads."""
+        return frozenset(subject for row in self._rows for subject in row.getters)
+
+    def check(self, view: RuleView) -> None:
+        """Raise SettingError for the first rule that refuses ``view``."""
+        for error in self.refusals(view):
+            raise error
+
+    def refusals(self, view: RuleView) -> Iterator[SettingError]:
+        """Yield the errors of all rules that refuse ``view``."""
+        for row in self._rows:
+            if (refused := row.refused(view)) is not None:
+                yield row.error(view, refused, self._engines(view, row) if row.reads_engine else ())
+
+    def _engines(self, view: RuleView, row: _Row) -> Iterable[Alternative]:
+        """Return other engines with which no rule refuses the view, else the ones that need one setting more for it."""
+        place = view.place("engine")
+        for names in view.engines():
+            if found := tuple(name for name in names if self._allows(view.changed({"engine": name}))):
+                return (Alternative(*place, found),)
+        along: dict[tuple[str, object], list[str]] = {}
+        for name in (name for names in view.engines() for name in names):
+            if (further := self._further(view.changed({"engine": name}), row)) is not None:
+                along.setdefault(further, []).append(name)
+        return (Alternative(*place, tuple(dict.fromkeys(names)), along=further) for further, names in along.items())
+
+    def _further(self, view: RuleView, row: _Row) -> tuple[str, object] | None:
+        """Return a setting with which no rule refuses a view that ``row`` allows, and its value; None if none is
+        found."""
+        broken = next(((each, other) for each in self._rows if (other := each.refused(view)) is not None), None)
+        if row.refused(view) is not None or broken is None or view.is_fact(broken[1]):
+            return None
+        further = broken[1], broken[0].allowed(view, broken[1])[0]
+        return further if self._allows(view.changed(dict([further]))) else None
+
+    def _allows(self, view: RuleView) -> bool:
+        return all(row.refused(view) is None for row in self._rows)
+
+
+class _Row:
+    """A rule of a table with functions that read its subjects."""
+
+    def __init__(self, rule: Rule, view: type[RuleView]) -> None:
+        self.rule, self._view = rule, view
+        meant = ({rule.setting: but(view.default(rule.setting)), **rule.when}, rule.needs)
+        self._when, self.needs = ({subject: _values(each) for subject, each in group.items()} for group in meant)
+        named = [*self._when, *self.needs, rule.setting]
+        read = (subject for each in (*self._when.values(), *self.needs.values()) for subject in each.subjects)
+        self.getters = {subject: view.getter(subject) for subject in (*named, *read)}
+        self.reads_engine = any(subject.startswith("engine.") for subject in self.getters)
+        own = self._when.pop(rule.setting)
+        self._found, self._listed, self._excepted = self.getters[rule.setting], own.listed, own.excepted
+        self._conditions = tuple((self.getters[subject], values) for subject, values in self._when.items())
+        self._needed = tuple((subject, self.getters[subject], values) for subject, values in self.needs.items())
+        others = [subject for subject in self.needs if view.is_fact(subject) and not subject.startswith("engine.")]
+        assert rule.reason or not others, f"a rule of {rule.setting} gives no reason for {others}"
+
+    def refused(self, view: RuleView) -> str | None:
+        """Return the first subject whose value the rule does not allow; None if it allows all."""
+        # searches ask many thousand times, mostly of settings at their defaults
+        if (self._found(view) in self._listed) is self._excepted:
+            return None
+
+        def get(subject: str) -> Any:
+            return self.getters[subject](view)
+
+        for getter, values in self._conditions:
+            if not values.have(getter(view), get):
+                return None
+        for subject, getter, values in self._needed:
+            if not values.have(getter(view), get):
+                return subject
+        return None
+
+    def error(self, view: RuleView, refused: str, engines: Iterable[Alternative]) -> SettingError:
+        """Return the error of a view whose value of the subject ``refused`` is not allowed. ``engines``: alternatives
+        by another engine."""
+        place = view.place(self.rule.setting)
+        alternatives = tuple(self._alternatives(view, refused, engines))
+        texts = [each.text_in(*place) for each in alternatives]
+        if self.rule.words:
+            texts[0] = self.rule.words
+        reason, instead = self._reason(view, refused), _instructions([*texts, *self.rule.further])
+        return SettingError.of(*place, f"{reason}; {instead}", alternatives)
+
+    def _reason(self, view: RuleView, refused: str) -> str:
+        rule, found = self.rule, plain_value(self.getters[self.rule.setting](view))
+        if rule.reason:
+            return rule.reason.format_map(_Words(view, {"found": found}))
+        if refused.startswith("engine."):
+            lacks = f"no {rule.lacks}, found {rule.setting}" if rule.lacks else "none, found"
+            return f"engine {view.settings.engine} has {lacks} {found}"
+        other = plain_value(self.getters[refused](view))
+        return f"{found} goes with {view.place(refused)[1]} {self._allowed_text(view, refused)}, found {other}"
+
+    def allowed(self, view: RuleView, subject: str) -> tuple[object, ...]:
+        """Return the values of a subject that the rule needs."""
+        return self.needs[subject].those_of(lambda other: self.getters[other](view))
+
+    def _allowed_text(self, view: RuleView, subject: str) -> str:
+        return either(map(plain_value, self.allowed(view, subject)))
+
+    def _alternatives(self, view: RuleView, refused: str, engines: Iterable[Alternative]) -> Iterator[Alternative]:
+        """Yield the changes of settings with which the rule allows the view."""
+        setting, is_other_setting = self.rule.setting, refused != self.rule.setting and not self._view.is_fact(refused)
+        if setting != "engine":
+            works = self.rule.instead or (self._view.default(setting),)
+            works = self.allowed(view, setting) if refused == setting else works
+            yield Alternative(*view.place(setting), works, is_all=not is_other_setting)
+        if is_other_setting:
+            yield Alternative(*view.place(refused), self.allowed(view, refused))
+        for other, values in self.rule.also.items():
+            yield Alternative(*view.place(other), values)
+        yield from engines
+
+
+class _Words(dict[str, object]):
+    """Words that a reason may have in braces: subjects of a view by name, up to the first dot."""
+
+    def __init__(self, view: RuleView, words: Mapping[str, object]) -> None:
+        super().__init__(words)
+        self._view = view
+
+    def __missing__(self, name: str) -> object:
+        attribute = self._view.SOURCES.get(name, "")
+        return getattr(self._view, attribute) if attribute and name != "engine" else self._view.getter(name)(self._view)
+
+
+def _values(meant: Values | tuple[object, ...]) -> Values:
+    return meant if isinstance(meant, Values) else Values(meant)
+
+
+def _instructions(texts: Sequence[str]) -> str:
+    """Return alternatives as the end of a sentence."""
+    verb = "" if texts[0].startswith("remove ") else "use "
+    *most, last = texts
+    return f"{verb}{', '.join(most)}, or {last}" if most else f"{verb}{last}"
