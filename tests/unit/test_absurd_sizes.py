@@ -24,48 +24,6 @@ LAUGHS = "a: &a [1, 1]\n" + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in
 """Short, and more than a million values."""
 DEEP = "[" * 100_000
 
-SIZES = [
-    (
-        ("cluster.devices=100000",),
-        f"cluster: 100000 devices are more than a plan takes: use at most {Spec.MAX_DEVICES}",
-    ),
-    (("cluster={nodes: [{count: 1000000000, devices: 8}]}",), "cluster: 8000000000 devices"),
-    (
-        ("algorithm.prompts_per_step=1e9",),
-        f"1000000000 rows a step, more than a plan takes: use at most {Spec.MAX_ROWS}",
-    ),
-    (("algorithm.prompts_per_step=1000", "algorithm.samples_per_prompt=1001"), "1001000 rows a step"),
-    (("algorithm.prompts_per_step=2000000",), "use at most 1000000 algorithm.prompts_per_step"),
-    (("rollout={segment_tokens: 16, max_segments: 1000000000}",), "use at most 125000 rollout.max_segments"),
-    (
-        ("rollout={segment_tokens: 1}", "data.max_response_tokens=1000000"),
-        "use at least 8 rollout.segment_tokens",
-    ),
-    (
-        ("rollout={segment_tokens: 16, max_segments: 1000000000}", "algorithm.prompts_per_step=1e9"),
-        "lower algorithm.prompts_per_step and rollout.max_segments",
-    ),
-    (
-        ("algorithm={name: ppo, prompts_per_step: 1000, num_mini_batches: 1000}", "schedule.num_chunks=1000"),
-        f"schedule.num_chunks 1000 on 2 devices are more than a plan takes: use at most {Spec.MAX_CHUNKS}",
-    ),
-    (
-        (
-            "algorithm={name: ppo, prompts_per_step: 1000, num_mini_batches: 1000}",
-            "schedule.num_chunks=100",
-            "cluster.devices=256",
-        ),
-        "schedule.num_chunks 100 on 256 devices are more than a plan takes: use at most 16",
-    ),
-]
-
-
-@pytest.mark.parametrize(("overrides", "sentence"), SIZES, ids=str)
-def test_a_size_beyond_planning_is_refused_with_the_limit(overrides: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(UserError) as error:
-        spec_of(None, 2, *overrides)
-    assert sentence in str(error.value)
-
 
 def test_the_largest_sizes_are_valid() -> None:
     spec = spec_of(None, Spec.MAX_DEVICES, f"algorithm.prompts_per_step={Spec.MAX_ROWS}")

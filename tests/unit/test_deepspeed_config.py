@@ -173,14 +173,6 @@ def test_other_names_of_the_same_are_refused_too(name: str, owner: str) -> None:
         check_config("models.actor", nested(tuple(name.split(".")), True))
 
 
-@pytest.mark.parametrize("section", ["bf16", "fp16", "zero_optimization"])
-@pytest.mark.parametrize(("value", "found"), [(True, "true"), (3, "3"), (None, "null")])
-def test_a_section_of_ours_is_not_replaced_by_something_else(section: str, value: object, found: str) -> None:
-    with pytest.raises(UserError) as caught:
-        plan_of(None, 2, "models.actor.engine=deepspeed", f"models.actor.config={{{section}: {found}}}")
-    assert str(caught.value) == f"models.actor.config.{section}: expected a mapping, found {found}"
-
-
 @pytest.mark.parametrize("owner", sorted({owner for owner in OWNED.values() if not owner.startswith("algorithm.")}))
 def test_the_key_that_sets_it_is_one_of_ours(owner: str) -> None:
     section, _, entry = owner.partition(".")

@@ -7,24 +7,8 @@ from small_runs import plan_of
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.errors import UserError
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan_text import format_plan
-
-CLASSES = [
-    ("A100", "", "cluster.nodes: class 'A100' has no figures; use A100-40G or A100-80G"),
-    ("a100-80g", "", "cluster.nodes: class 'a100-80g' has no figures; use A100-80G"),
-    ("V100", ", memory_gb: 32", "class 'V100' has no figures; use V100-16G or V100-32G"),
-    ("A100-80GB", "", "class 'A100-80GB' has no figures (did you mean 'A100-80G'?); give memory_gb"),
-    ("big", "", "class 'big' has no figures; give memory_gb, by which a plan is checked, or one of V100-16G, "),
-]
-
-
-@pytest.mark.parametrize(("name", "memory", "sentence"), CLASSES, ids=str)
-def test_a_class_without_figures_is_refused(name: str, memory: str, sentence: str) -> None:
-    with pytest.raises(UserError) as error:
-        plan_of(None, 2, f"cluster={{nodes: [{{devices: 2, class: {name}{memory}}}]}}")
-    assert sentence in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,6 @@ TWO_CLASSES = MIXED.replace("V100-32G", "H100-80G")
 GPT2 = "models.actor.init={model_type: gpt2}"
 SHADOW = "models.actor.shadow={zero: 2}"
 COLD = "algorithm.temperature=0.005"
-UNKNOWN = "not all devices of cluster.nodes are GPUs of known classes that compute in bfloat16"
 
 
 def choice_of(plan: Plan) -> str | None:
@@ -146,43 +145,6 @@ def test_settings_of_vllm_go_with_its_choice() -> None:
     plan = plan_of(None, 2, A100, "rollout={tp: 2, kv_tokens: 64, cuda_graphs: false}")
     model = plan.placement["actor.rollout"]
     assert (model.engine, model.layout.tp, model.settings.generate_tokens) == ("vllm", 2, 64)
-
-
-@pytest.mark.parametrize(
-    ("placement", "overrides", "sentence"),
-    [
-        (None, ("rollout.tp=2",), f"tp: has no effect, since rollout.engine auto is transformers here ({UNKNOWN}); "),
-        (
-            None,
-            ("rollout={kv_tokens: 64, sleep: false}", A100, "cluster.device=cpu"),
-            f"kv_tokens: has no effect, since rollout.engine auto is transformers here ({UNKNOWN}); remove kv_tokens, "
-            "sleep, or write an engine that has it",
-        ),
-        (
-            None,
-            ("rollout.parity=null",),
-            f"parity: has no effect, since rollout.engine auto is transformers here ({UNKNOWN}); remove parity, or ",
-        ),
-        (
-            None,
-            (A100, *DPO, "rollout.cuda_graphs=false"),
-            "cuda_graphs: has no effect, since rollout.engine auto is transformers here (dpo trains on responses of "
-            "the data set); remove cuda_graphs, or ",
-        ),
-        (
-            SIX,
-            (A100, SHADOW, "rollout.process=child"),
-            "process: has no effect, since rollout.engine auto is transformers here (models.actor.shadow is the copy "
-            "that generates); remove process, or ",
-        ),
-    ],
-)
-def test_settings_that_transformers_lacks_are_refused_with_the_reason_for_it(
-    placement: Any, overrides: tuple[str, ...], sentence: str
-) -> None:
-    with pytest.raises(UserError) as caught:
-        plan_of(placement, 2, *overrides)
-    assert str(caught.value).startswith(f"rollout.{sentence}") and "\n" not in str(caught.value)
 
 
 def test_the_gate_stays_a_setting_of_transformers_with_rounded_weights() -> None:

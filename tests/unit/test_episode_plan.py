@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections import Counter
 from itertools import cycle
@@ -16,7 +15,7 @@ from small_runs import TINY, plan_of
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.reward_sources import ModelSource
 from flexrlhf.engines.base import Batch, Moments
-from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.errors import RunStopped
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.guideline.simulation.simulation_text import format_simulation
@@ -32,30 +31,6 @@ from flexrlhf.strategies.instructions import Run
 from flexrlhf.trainer.controllers import Controllers
 
 GAME = "environment={path: game.py:Game, max_turns: 2}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (
-            ("algorithm={name: sft, prompts_per_step: 8}", "models.reward=null"),
-            "environment: sft trains on responses of the data set, which have no turns; remove it",
-        ),
-        (
-            ("environment.turn_tokens=9",),
-            "environment.turn_tokens: 9, and a response has 8 tokens at most (data.max_response_tokens), replies "
-            "included; use 8 or less",
-        ),
-        (
-            ("debug.late_replies_of=runs/a", "rollout={order: free, segment_tokens: 4}"),
-            "debug.late_replies_of: runs/a repeats late replies, which rollout.late_replies: await never carries to "
-            "the next step; remove it, or use carry",
-        ),
-    ],
-)
-def test_runs_without_episodes_are_refused(overrides: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        plan_of(None, 2, GAME, *overrides)
 
 
 @pytest.mark.parametrize("name", ["reinforce++", "raft", "rloo", "safe-rlhf", "ac-share"])

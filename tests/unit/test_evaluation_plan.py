@@ -248,34 +248,6 @@ def test_the_best_models_are_saved_behind_the_evaluation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        ((BEST,), "save.best: eval_reward_mean is a metric of evaluations; give eval.path, or remove save.best"),
-        (
-            (HELD_OUT, "save.best=eval_reward_men"),
-            "save.best: 'eval_reward_men' is no metric of the evaluations of ppo (did you mean 'eval_reward_mean'?)",
-        ),
-        (
-            (HELD_OUT, "save.best=eval_nll"),
-            "save.best: 'eval_nll' is no metric of the evaluations of ppo",
-        ),
-        (
-            (HELD_OUT, "eval.pass_at=2"),
-            "eval.pass_at: 2 of 1 samples per prompt; use at most 1, or raise eval.samples_per_prompt",
-        ),
-        (
-            (HELD_OUT, "eval.samples_per_prompt=4", "eval.pass_at=5"),
-            "eval.pass_at: 5 of 4 samples per prompt; use at most 4, or raise eval.samples_per_prompt",
-        ),
-    ],
-)
-def test_what_an_evaluation_cannot_tell_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(UserError) as error:
-        plan_of(None, 2, *overrides)
-    assert str(error.value).startswith(sentence)
-
-
-@pytest.mark.parametrize(
     ("name", "settings", "sentence"),
     [
         ("sft", {"samples_per_prompt": 2}, "eval.samples_per_prompt: the evaluation set of sft has its responses"),

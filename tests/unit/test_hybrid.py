@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 import pytest
 from small_runs import TINY, plan_of
 
 from benchmarks.resharding_volumes import DEGREES, stored_twice
 from flexrlhf.config.engines import EngineFacts
-from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.calls import engine_of, reads_prompts_once
@@ -28,13 +26,6 @@ ZERO = ("models.actor.engine=deepspeed", "models.actor.zero=3")
 LORA = "models.actor.lora={rank: 2}"
 EIGHT = {**TINY, "num_attention_heads": 8, "hidden_size": 32}
 """A model whose heads are divided by 8."""
-
-
-def refused(placement: Any, *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        plan_of(placement, 4, HYBRID, *overrides)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def phase(plan: Plan, label: str, rank: int = 0) -> Phase:
@@ -188,72 +179,6 @@ def test_advice_generates_on_the_ranks_that_train() -> None:
         "actor.rollout" in plan.placement and not plan.placement.shadows
         for plan in (candidate.plan for candidate in found.feasible)
     )
-
-
-@pytest.mark.parametrize(
-    ("placement", "overrides", "sentence"),
-    [
-        (
-            [0.5] * 6,
-            (TP,),
-            "rollout.engine: torch generates on the ranks that train the actor, and with shadows its shadow generates; "
-            "use transformers with models.actor.shadow: {engine: torch, tp: 2}, or a placement without shadows",
-        ),
-        (
-            {name: 0.5 for name in ("actor.shadow", "critic.shadow", "actor", "critic", "ref", "reward")},
-            (),
-            "rollout.engine: torch generates on the ranks that train the actor, and with shadows its shadow generates; "
-            "use transformers with models.actor.shadow: {engine: torch, tp: 1}, or a placement without shadows",
-        ),
-        (None, ("rollout.tp=3",), "rollout.tp: 3 does not divide the 4 devices of actor.rollout; use 1, 2 or 4"),
-        (
-            None,
-            ("rollout.tp=4",),
-            "rollout.tp: 4 does not divide its 2 heads, 2 key-value heads and 16 MLP features; use 1 or 2",
-        ),
-        (
-            None,
-            ("rollout.kv_tokens=11",),
-            "rollout.kv_tokens: 11 are less than one row of 12 tokens (prompt and response); use at least 12",
-        ),
-        (
-            None,
-            ("rollout.noise=engine", "rollout.cuda_graphs=false"),
-            "rollout: noise goes with engine vllm; torch generates with the settings of models.actor: "
-            "remove noise, cuda_graphs",
-        ),
-        (
-            None,
-            ("rollout.adapters=separate", "models.actor.lora={}"),
-            "rollout: adapters goes with engine vllm; torch generates with the settings of models.actor: remove "
-            "adapters",
-        ),
-        (
-            None,
-            ("rollout.process=child",),
-            "rollout: process goes with engine vllm; torch generates with the settings of models.actor: remove process",
-        ),
-        (
-            None,
-            ("algorithm.top_p=0.9", "algorithm.importance={}"),
-            "rollout.parity: top_p, top_k and min_response_tokens cut the sampling distribution, so the engine's "
-            "log-probs are not those of the policy that the trainer computes; use null",
-        ),
-        (
-            None,
-            ("algorithm={name: sft, prompts_per_step: 8}", "models.reward=null"),
-            "rollout.engine: torch has nothing to do, since sft trains on responses of the data set; remove rollout",
-        ),
-        (
-            None,
-            ("models.actor.init={model_type: gpt2, vocab_size: 32, n_embd: 8, n_layer: 1, n_head: 2}", TP),
-            "rollout.tp: needs parameter shapes before loading, which are unknown for this architecture; set a path "
-            "with safetensors weights, or use a model of llama, mistral, qwen2, qwen3",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_sentence(placement: Any, overrides: tuple[str, ...], sentence: str) -> None:
-    assert refused(placement, *overrides).removeprefix("config: ") == sentence
 
 
 def test_families_that_vllm_lacks_generate() -> None:

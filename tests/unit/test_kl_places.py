@@ -13,14 +13,12 @@ from typing import Any, Literal
 import pytest
 import torch
 from scored_batches import context_of, scored_batch
-from small_runs import spec_of
 from torch import Tensor
 
 from flexrlhf.config.algorithms.grpo import GrpoSpec, RlooSpec
 from flexrlhf.config.algorithms.policy_sections import KlSpec
 from flexrlhf.config.algorithms.ppo import PpoSpec, SafeRlhfSpec
 from flexrlhf.engines.base import Batch, Outputs, Totals
-from flexrlhf.errors import UserError
 from flexrlhf.objectives.advantages import ppo_advantages
 from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.objectives.kl_penalty import kl_estimate
@@ -147,16 +145,6 @@ def test_a_target_per_token_is_followed_as_verl_does(estimator: str) -> None:
     whole = spec.model_copy(update={"kl": spec.kl.model_copy(update={"target_unit": "response"})})  # type: ignore[union-attr]
     _, statistics = ppo_advantages(whole, batch, context_of(whole, batch))
     assert "kl_response_mean" not in statistics
-
-
-@pytest.mark.parametrize("name", ["ppo", "raft", "reinforce++", "remax"])
-def test_a_penalty_after_the_baseline_needs_a_group(name: str) -> None:
-    with pytest.raises(UserError) as caught:
-        spec_of(None, 1, f"algorithm={{name: {name}, kl: {{place: advantages}}}}")
-    assert str(caught.value) == (
-        "config: algorithm: kl.place advantages goes with scores that are compared within a group (grpo, rloo, gspo); "
-        "use reward"
-    )
 
 
 def test_a_multiplier_without_a_maximum_grows_on() -> None:

@@ -157,11 +157,6 @@ def test_no_target_at_all_is_refused_with_the_candidates() -> None:
 # --- in a plan
 
 
-def test_a_plan_refuses_an_unknown_target_of_a_user() -> None:
-    with pytest.raises(UserError, match="models.actor.lora.targets: no module 'wq'.*candidates: .*q_proj"):
-        plan_of(None, 1, "models.actor.lora={targets: [wq]}")
-
-
 def test_only_adapters_and_the_scalar_head_travel_to_a_shadow() -> None:
     """One layer; 4 bytes a number."""
     plan = plan_of([0.5] * 6, 2, "models.actor.lora={rank: 2}", "models.critic.lora={rank: 3}")
@@ -280,9 +275,5 @@ def test_vllm_allocates_padded_ranks_and_whole_groups(
     )
 
 
-def test_a_rank_above_the_features_of_all_layers_is_refused() -> None:
+def test_a_rank_of_the_most_features_of_a_layer() -> None:
     assert plan_of(None, 1, "models.actor.lora={rank: 8}").model("actor").lora is not None
-    with pytest.raises(
-        UserError, match=r"^models.actor.lora.rank: 9, and the layers .* have 8 features at most; use 8 or"
-    ):
-        plan_of(None, 1, "models.actor.lora={rank: 9}")

@@ -6,7 +6,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from small_runs import plan_of, spec_of
+from small_runs import plan_of
 
 from flexrlhf.data.order import MAX_BLOCK, DataOrder, SourceShare, step_indices
 from flexrlhf.errors import UserError
@@ -70,30 +70,3 @@ def test_sources_have_the_settings_of_data_where_they_have_none() -> None:
     assert first.is_training and second.is_training and not evaluation.is_training
     assert (first.layout.system, second.layout.system) == (None, "Hi")
     assert (evaluation.form, evaluation.layout.columns) == ("pairs", {"prompt": "q"})
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("data={}", "data: path: missing; give a file, or several in sources"),
-        ("data={path: a.jsonl, sources: [{path: b.jsonl}]}", "data: path and sources exclude each other: remove one"),
-        ("data={sources: [{weight: 1}]}", "data.sources.0.path: missing"),
-        ("data={sources: [{path: a, weight: 0}]}", "data.sources.0.weight: expected a number above 0, found 0"),
-        ("data={sources: [{path: a, wieght: 1}]}", "unknown key 'wieght' (did you mean 'weight'?)"),
-        ("data={path: a, long_prompts: cut}", "data.long_prompts: expected one of 'error', 'drop', 'truncate-left' or"),
-        ("data={path: a, columns: {prompt: 1}}", "data.columns.prompt: expected a text, found 1"),
-        ("data={path: a, template: 'no field'}", "data.template: no field such as {question} in 'no field'"),
-        ("data={path: a, template: '{a.b}'}", "data.template: the field {a.b} is no plain column such as {question}"),
-        ("data={path: a, template: '{a[0]}'}", "data.template: the field {a[0]} is no plain column"),
-        ("data={path: a, template: '{a!r}'}", "data.template: the field {a!r} is no plain column"),
-        ("data={path: a, template: '{a:>9}'}", "data.template: the field {a:>9} is no plain column"),
-        ("data={path: a, template: '{} {a}'}", "data.template: the field {} is no plain column"),
-        ("data={path: a, template: 'f(x) = {'}", "data.template: Single '{' encountered in format string in 'f(x) ="),
-        ("data={path: a, template: '{a} }'}", "write {{ and }} for braces"),
-        ("eval={path: a, template: 'no field'}", "eval.template: no field such as {question}"),
-    ],
-)
-def test_settings_that_no_rows_are_read_by(setting: str, expected: str) -> None:
-    with pytest.raises(UserError) as caught:
-        spec_of(None, 1, setting)
-    assert expected in str(caught.value)

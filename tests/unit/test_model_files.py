@@ -30,7 +30,6 @@ from flexrlhf.weights.shapes import model_shape
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 32, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
 NORM = "model.norm.weight"
-EMBEDDING = "model.embed_tokens.weight"
 
 
 def write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors") -> Path:
@@ -292,27 +291,6 @@ def test_a_classifier_of_two_labels_is_no_reward_model(tmp_path: Path) -> None:
 
 
 # --- families
-
-KINDS: list[tuple[str, str, dict[str, Any]]] = [
-    ("actor", "t5 is an encoder-decoder", {"model_type": "t5"}),
-    ("reward", "t5 is an encoder-decoder", {"model_type": "t5"}),
-    ("actor", "new is an encoder-decoder", {"model_type": "new", "is_encoder_decoder": True}),
-    ("actor", "bert reads in both directions", {"model_type": "bert"}),
-    ("reward", "bert reads in both directions; use a model of scores at every token", {"model_type": "bert"}),
-    *[
-        ("actor", f"{kind} has a recurrent state", {"model_type": kind})
-        for kind in ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "minimax", "xlstm")
-    ],
-    ("reward", "rwkv reads padding as text", {"model_type": "rwkv"}),
-    ("actor", "its weights are quantised (gptq)", TINY | {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
-]
-
-
-@pytest.mark.parametrize(("role", "words", "config"), KINDS, ids=str)
-def test_a_family_that_cannot_serve_is_refused_by_name(role: str, words: str, config: dict[str, Any]) -> None:
-    with pytest.raises(UserError) as error:
-        shapes(f"models.{role}={{init: {json.dumps(config)}}}")
-    assert str(error.value).startswith(f"models.{role}: {words}")
 
 
 def test_a_recurrent_model_may_score_and_sample_where_its_difference_is_only_warned_of() -> None:

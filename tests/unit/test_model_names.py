@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from small_runs import plan_of
 
 from flexrlhf.config.model_names import MODELS, FoundModel
 from flexrlhf.config.model_settings import ModelSpec
@@ -163,6 +162,3 @@ def test_a_yaml_names_models_too(tmp_path: Path) -> None:
     file.write_text(json.dumps(MODELS["qwen3-8b"]))
     assert ModelSpec(init="Qwen2.5-7B").init == MODELS["qwen2.5-7b"]
     assert ModelSpec(init=str(file)).init == MODELS["qwen3-8b"]
-    with pytest.raises(UserError) as error:
-        plan_of(None, 2, "models.actor.path=null", "models.actor.init=qwen2.5-8b")
-    assert "models.actor.init: qwen2.5-8b: no known model" in str(error.value) and "llama-7b" in str(error.value)

@@ -8,7 +8,6 @@ import pytest
 from small_runs import RECOMPUTE, TINY, plan_of, spec_of
 from test_simulate import Fixed
 
-from flexrlhf.errors import UserError
 from flexrlhf.guideline.simulation.simulate import simulate
 from flexrlhf.operators.graph import Operator
 from flexrlhf.plan.pipeline import ResolvedSpec
@@ -162,34 +161,6 @@ def test_a_gate_of_an_engine_has_log_probs_of_the_trained_copy_to_compare_with()
         operators = operators_of(plan)
         assert operators["parity"].reads[:2] == (compared, "trainer_logprobs")
         assert due_steps(plan, "parity") == due_steps(plan, "trainer_logprobs") == [0, 1, 4, 8]
-
-
-@pytest.mark.parametrize(
-    ("placement", "overrides", "sentence"),
-    [
-        (
-            None,
-            (REUSE, IMPORTANCE),
-            "rollout.logprobs: reuse leaves out the log-probs that algorithm.importance compares with those of "
-            "generation; use auto, or remove importance",
-        ),
-        (
-            SIX,
-            (VLLM, RECOMPUTE),
-            "rollout.logprobs: recompute needs a copy of the actor next to vllm, which is on other ranks than the "
-            "trained one; use auto, or a placement without shadows",
-        ),
-        (
-            None,
-            (RECOMPUTE, "algorithm={name: sft}", "models.reward=null"),
-            "rollout.logprobs: recompute has nothing to do, since sft trains on responses of the data set; remove it",
-        ),
-    ],
-)
-def test_settings_that_cannot_be(placement: Any, overrides: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(UserError) as caught:
-        plan_of(placement, 2, *overrides)
-    assert str(caught.value) == sentence
 
 
 def test_the_setting_goes_with_transformers() -> None:

@@ -167,19 +167,6 @@ def test_responses_that_own_functions_may_compare_are_trained_on_together(tmp_pa
     assert plan_with(written(tmp_path, losses.replace("COMPARES", "False")), ended).batch.segments == 3
 
 
-@pytest.mark.parametrize(
-    ("reference", "sentence"),
-    [
-        ("nowhere.py:make_graph", "no file nowhere.py"),
-        (f"{EXAMPLE}:make_grap", "defines no 'make_grap' \\(did you mean 'make_graph'"),
-        ("made", "no entry point 'made' of flexrlhf.graphs"),
-    ],
-)
-def test_references_that_lead_nowhere(reference: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=rf"^algorithm\.graph: .*{sentence}"):
-        plan_of(None, 2, *GRPO, f"algorithm.graph={reference}")
-
-
 def test_a_graph_that_samples_needs_settings_to_sample_with(tmp_path: Path) -> None:
     """An algorithm that trains on responses of the data set has no temperature."""
     file = tmp_path / "graph.py"
@@ -192,8 +179,3 @@ def test_a_graph_that_samples_needs_settings_to_sample_with(tmp_path: Path) -> N
     )
     with pytest.raises(UserError, match=r"^algorithm\.graph: .* and sft, which .* has no temperature .* such as grpo"):
         plan_of(None, 2, f"algorithm={{name: sft, graph: '{file}:make_graph'}}", "models.reward=null")
-
-
-def test_settings_go_with_a_graph() -> None:
-    with pytest.raises(UserError, match=r"settings caution go with a graph or loop of one's own"):
-        plan_of(None, 2, "algorithm.settings={caution: 1}")

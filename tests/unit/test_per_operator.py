@@ -10,7 +10,6 @@ from small_runs import plan_of, spec_of
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.errors import UserError
 from flexrlhf.plan.changes import changes_on
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
@@ -37,14 +36,6 @@ def apart(**entries: Any) -> dict[str, Any]:
 
 def planned(*overrides: str, **entries: Any) -> Plan:
     return plan_of(operators(**entries), 4, *overrides)
-
-
-def refused(placement: object, *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        plan_of(placement, 4, *overrides)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def copies(plan: Plan) -> dict[str, list[str]]:
@@ -234,123 +225,6 @@ def test_the_resolved_yaml_gives_the_same_placement(short: bool) -> None:
     assert isinstance(again.placement, PlacementMap) and again.placement.operators is not None
 
 
-@pytest.mark.parametrize(
-    ("placement", "sentence"),
-    [
-        (operators(values=None, scores=None), "placement.operators: scores, values missing; give generate, "),
-        (
-            operators(ref_logprob=ALL),
-            "placement.operators: no operator 'ref_logprob' (did you mean 'ref_logprobs'?); this run has generate, ",
-        ),
-        (operators(logprobs=ALL), "placement.operators: no operator 'logprobs' (did you mean"),
-        ({"operators": {}}, "placement.operators: generate, ref_logprobs, scores, values, train_actor, train_critic"),
-        (
-            operators(generate={"ranks": "0-3", "tp": 3}),
-            "placement.operators.generate.tp: 3 does not divide the 4 devices of generate; use 1, 2 or 4",
-        ),
-        (
-            operators(train_actor={"ranks": "0-3", "pp": 3}),
-            "placement.operators.train_actor.pp: 3 does not divide the 4 devices of train_actor; use 1, 2 or 4",
-        ),
-        (
-            operators(generate={"ranks": "0-3", "engine": "vllm"}),
-            "placement.operators.generate.engine: vllm is for rollout.engine alone; set rollout.engine: vllm, and",
-        ),
-        (
-            operators(generate={"ranks": "0-3", "engine": "megatron"}),
-            "placement.operators.generate.engine: engine megatron does not support generate; use torch or deepspeed",
-        ),
-        (
-            operators(generate={"ranks": "0-3", "engine": "torhc"}),
-            "placement.operators.generate.engine: unknown engine 'torhc' (did you mean 'torch'?)",
-        ),
-        (
-            operators(scores={"ranks": "0-3", "zero": 1}),
-            "placement.operators.scores.zero: engine torch has no stage 1; use 0, 2 or 3, or engine",
-        ),
-        (operators(scores={"ranks": [7]}), "placement: scores on rank 7, but the cluster has 4 devices"),
-        (operators(scores={"ranks": "3-1"}), "placement.operators.scores.ranks: expected ranks such as [0, 1, 2, 3]"),
-        (operators(scores={"ranks": "all"}), "placement.operators.scores.ranks: expected ranks such as [0, 1, 2, 3]"),
-        (operators(scores={"tp": 2}), "placement.operators.scores: give either ratio or ranks"),
-        (operators(scores={"ranks": [0], "tpp": 2}), "placement.operators.scores: unknown key 'tpp' (did you mean"),
-        (
-            operators() | {"actor": 1},
-            "placement: operators and actor exclude each other: remove actor",
-        ),
-        (operators() | {"train_share": 0.5}, "placement: operators and train_share exclude each other: remove"),
-        ({"operators": [1, 1]}, "placement.operators: expected a mapping"),
-    ],
-)
-def test_bad_placements_of_operators_are_refused_in_one_sentence(placement: object, sentence: str) -> None:
-    assert sentence in refused(placement)
-
-
-NEEDS = "generate needs a copy with older weights than are trained; give it ranks that train nothing and shadow: true"
-
-
-@pytest.mark.parametrize(
-    ("placement", "override", "sentence"),
-    [
-        (operators(generate=TP), "schedule.lag=1", f"schedule.lag: 1: {NEEDS} in placement.operators.generate"),
-        (operators(generate=TP), "sync.every=2", f"sync.every: 2: {NEEDS} in placement.operators.generate"),
-        (
-            apart(generate=RIGHT),
-            "schedule.lag=1",
-            f"schedule.lag: 1: {NEEDS} in placement.operators.generate",
-        ),
-        (
-            operators(generate=SHADOW),
-            "steps=3",
-            "placement.operators.generate.shadow: rank 2 trains (train_actor), and a shadow would take its memory and",
-        ),
-        (
-            apart(scores=SHADOW),
-            "steps=3",
-            "placement.operators.scores.shadow: reward is not trained, so no copy of it is synced; remove it",
-        ),
-        (
-            apart(train_actor={**LEFT, "shadow": True}),
-            "steps=3",
-            "placement.operators.train_actor.shadow: train_actor needs the weights that are trained; remove it",
-        ),
-        (
-            apart(logprobs=SHADOW),
-            "algorithm={name: ppo, prompts_per_step: 8, num_mini_batches: 2, importance: {}}",
-            "placement.operators.logprobs.shadow: logprobs needs the weights that are trained; remove it",
-        ),
-        (
-            operators(generate=TP, logprobs=ALL),
-            "rollout.engine=torch",
-            "rollout.engine: torch generates on the ranks that train the actor, and placement.operators.generate has a",
-        ),
-        (
-            operators(generate={**ALL, "engine": "torch"}, logprobs=ALL),
-            "rollout.engine=vllm",
-            "placement.operators.generate.engine: torch contradicts rollout.engine vllm; remove one of them",
-        ),
-        (
-            operators(generate={**ALL, "zero": 3}, logprobs=ALL),
-            "rollout.engine=vllm",
-            "placement.operators.generate.zero: vllm is sharded by tp and pp alone, found 3; remove it",
-        ),
-        (
-            operators(generate={**ALL, "micro_batch_tokens": 64}, logprobs=ALL),
-            "rollout.engine=vllm",
-            "placement.operators.generate.micro_batch_tokens: vllm composes its passes itself, found 64; remove it",
-        ),
-        (
-            operators(logprobs=ALL),
-            "rollout={engine: vllm, process: child}",
-            "rollout.process: a child keeps its memory while its rank trains the actor; use inline, or a placement",
-        ),
-    ],
-)
-def test_settings_that_a_copy_of_an_operator_cannot_have_are_refused(
-    placement: object, override: str, sentence: str
-) -> None:
-    assert sentence in refused(placement, override)
-
-
 # --- copies that a rollout engine generates with, and shadows
 
 
@@ -374,8 +248,6 @@ def test_two_generations_share_a_rollout_engine_or_have_ranks_of_their_own() -> 
     apart = plan_of({"operators": entries | {"generate": LEFT, "greedy": RIGHT}}, 4, *settings)
     assert copies(apart)["actor.generate"] == ["generate"] and copies(apart)["actor.greedy"] == ["greedy"]
     assert "generate with greedy" in format_plan(apart)
-    message = refused({"operators": entries | {"greedy": RIGHT}}, *settings)
-    assert "placement.operators.greedy: rank 2 has the vllm of generate, and a process can have one; give" in message
 
 
 @pytest.mark.parametrize("schedule", ["schedule.lag=1", "sync.every=2", "schedule={num_chunks: 2}"])

@@ -250,11 +250,7 @@ def test_a_program_is_checked_before_a_rank_starts(tmp_path: Path) -> None:
 def test_conversations_go_on_by_themselves() -> None:
     """Rounds cannot await them, and a cut one may hold up the others."""
     program = f"environment={{path: {FILE}:with_helpers, api: openai, sequences: 3}}"
-    with pytest.raises(UserError, match=r"environment.sequences: 3 .* set rollout.order=free"):
-        plan_of(None, 2, program)
     plan_of(None, 2, program, "rollout={order: free}")
-    with pytest.raises(UserError, match=r"environment.sequences: 3, and rollout.segment_tokens .* use 1, or no segme"):
-        plan_of(None, 2, program, "rollout={order: free, segment_tokens: 4}")
 
 
 def test_calls_are_read_as_they_were_written() -> None:

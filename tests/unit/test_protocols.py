@@ -206,10 +206,3 @@ def test_a_protocol_of_hybridflow_is_a_layout(
         return
     with pytest.raises(UserError, match=rf"algorithm.protocols.{operator}: .*{re.escape(REFUSED[protocol])}"):
         plan_of(None, 2, *changes, given)
-
-
-def test_an_operator_that_the_run_lacks_is_named() -> None:
-    with pytest.raises(
-        UserError, match=r"algorithm.protocols.value: no such operator \(did you mean 'values'\?\); there"
-    ):
-        plan_of(None, 2, protocols(value="dp_proto"))

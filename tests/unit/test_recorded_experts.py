@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from small_runs import plan_of
 
-from flexrlhf.errors import UserError
 from flexrlhf.plan.plan import Plan
 from flexrlhf.strategies.instructions import Move
 
@@ -38,40 +36,3 @@ def test_the_column_is_planned_as_any_other() -> None:
     without = plan_of(None, 2, INIT)
     assert not readers(without)
     assert plan_of(None, 2, INIT, REPLAY).row_bytes(0, 1) > without.row_bytes(0, 1)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (
-            (),
-            f"{KEY}: rollout is for models with experts, and models.actor has none; use none",
-        ),
-        (
-            (INIT, "models.actor.engine=deepspeed"),
-            f"{KEY}: engine deepspeed records no experts, found rollout; use none, or engine torch",
-        ),
-        (
-            (INIT, "models.actor.compile=true"),
-            f"{KEY}: rollout goes with compile false, found true; use none, or compile false",
-        ),
-        (
-            (INIT, "rollout.engine=vllm"),
-            f"{KEY}: rollout needs the experts that generation chose, which vllm does not return here; use none, or "
-            "rollout.engine: transformers",
-        ),
-        (
-            (INIT, "algorithm={name: sft}", "models.reward=null"),
-            f"{KEY}: rollout is for the model that generates, which is none here; use none",
-        ),
-        (
-            (INIT, "models.critic.router_replay=rollout"),
-            "models.critic.router_replay: rollout is for the model that generates, which is the actor; use none",
-        ),
-    ],
-    ids=["dense", "engine", "compile", "vllm", "no responses", "role"],
-)
-def test_what_records_no_experts_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(UserError) as caught:
-        plan_of(None, 2, REPLAY, *overrides)
-    assert str(caught.value) == sentence

@@ -7,7 +7,6 @@ from random import Random
 import pytest
 from small_runs import plan_of, spec_of
 
-from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT, Column, Qualifier, qualified
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.rollout import KeptSlots
@@ -21,17 +20,10 @@ BASELINE = "algorithm={name: reinforce++, prompts_per_step: 8, samples_per_promp
 REMAX = "algorithm={name: remax, prompts_per_step: 8}"
 SFT = ("algorithm={name: sft, prompts_per_step: 8}", "models={actor: {init: {model_type: llama}}}")
 THREE, ENDED = "rollout.segment_tokens=3", "rollout.groups=as-ended"
-KEPT = "rollout.caches=kept"
 PROCESS = ("algorithm.supervision=process", "reward={model: reward, level: step, separator: '.'}")
 DYNAMIC = "algorithm.dynamic_sampling={rounds: 2}"
 FROZEN = "algorithm.freeze_actor_steps=1"
 PTX, TEXTS = "algorithm.ptx={path: texts.jsonl}", qualified((*TEXT, "loss_mask"), Qualifier.PTX)
-
-
-def refused(*overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        make_plan(spec_of(None, 1, *overrides))
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -143,73 +135,6 @@ def test_each_group_that_is_left_out_is_replaced_by_the_next_prompt() -> None:
         halves = [sum(prompt in shape.prompts(0)[part] for prompt in positions) for part in (slice(12), slice(12, 24))]
         assert abs(halves[0] - halves[1]) <= 1
         assert taken == list(range(len(taken))) and len(taken) - left_out + state[LACKING] == 4 * step
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (("rollout.segment_tokens=0",), "config: rollout.segment_tokens: must be greater than or equal to 1, found 0"),
-        (
-            ("rollout.max_segments=2",),
-            "config: rollout: max_segments 2 counts segments: give segment_tokens, or remove it",
-        ),
-        (
-            ("rollout.caches=kept",),
-            "config: rollout: caches: kept goes with segments: give segment_tokens, or remove it",
-        ),
-        (
-            (THREE, KEPT, "models.actor.generate_tokens=100"),
-            "models.actor.generate_tokens: 100 have room for 8 of the 24 rows of 12 tokens that a rank may have under "
-            "way, which rollout.caches: kept has a slot for each of; use at least 288, or caches: renewed",
-        ),
-        (
-            (THREE, KEPT, "debug.slots=false"),
-            "rollout.caches: kept needs a slot for each row under way, and actor is decoded in waves, which have none; "
-            "use renewed",
-        ),
-        (
-            (*SFT, THREE),
-            "rollout.segment_tokens: 3 has nothing to cut, since sft trains on responses of the data set; use null",
-        ),
-        (
-            (GRPO, THREE, ENDED, DYNAMIC),
-            "rollout.groups: as-ended trains on each response when it ends, and dynamic_sampling leaves out whole "
-            "groups; use wait",
-        ),
-        (
-            ("algorithm={name: raft, prompts_per_step: 8, samples_per_prompt: 2}", THREE, ENDED),
-            "rollout.groups: as-ended trains on each response when it ends, and raft trains on the best of all "
-            "responses to a prompt; use wait",
-        ),
-        ((ENDED,), "config: rollout: groups: as-ended goes with segments: give segment_tokens, or remove it"),
-        (
-            ("rollout={late_replies: carry, order: free}",),
-            "config: rollout: late_replies: carry has a later step go on with a row: give segment_tokens, or remove it",
-        ),
-        (
-            (THREE, "rollout.late_replies=carry"),
-            "config: rollout: late_replies: carry is for rows that go on one by one, and with order: planned they "
-            "await their replies together: give order: free, or remove it",
-        ),
-        (
-            ("rollout.segment_tokens=9",),
-            "rollout.segment_tokens: 9 cuts nothing, since data.max_response_tokens is 8; use less, or null",
-        ),
-        (
-            ("rollout={segment_tokens: 3, max_segments: 1}",),
-            "rollout.max_segments: 1 would end each response after 3 tokens; use 2 or more, or "
-            "data.max_response_tokens: 3 without segments",
-        ),
-        (
-            ("algorithm.prompts_per_step=500000", THREE),
-            "config: algorithm: 500000 prompts_per_step are 500000 rows a step in 3 segments each, more than a plan "
-            "takes: use at most 333333 algorithm.prompts_per_step",
-        ),
-    ],
-)
-def test_settings_that_cannot_be_cut_are_refused(overrides: tuple[str, ...], sentence: str) -> None:
-    """Each with a value that works, which does."""
-    assert refused(*overrides) == sentence
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.costs.links import ACROSS
 from flexrlhf.guideline.simulation.simulate import simulate
@@ -78,37 +77,6 @@ def test_communicators_of_shards_and_copies_are_counted() -> None:
 
 
 # --- what is refused
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (
-            ("models.actor={zero: 3, shard: node, engine: deepspeed}",),
-            "models.actor.shard: engine deepspeed shards over all ranks of a model, found node; use all, or "
-            "engine torch",
-        ),
-        (
-            ("models.ref={shard: node}",),
-            "models.ref.shard: node goes with zero 2 or 3, found 0; use all, or zero 2 or 3",
-        ),
-        (
-            ("models.actor={zero: 3, shard: node}", "cluster={nodes: [{devices: 3}, {devices: 1}]}"),
-            "models.actor.shard: node needs as many replicas of actor on each of its nodes, found 1 on node 1 and 3 on "
-            "node 0; use all, or place 2 on each",
-        ),
-        (
-            ("models.actor={zero: 3, shard: node, tp: 2}",),
-            "models.actor.shard: node needs several replicas of actor on each of its nodes, found 1; use all, or a "
-            "smaller tp",
-        ),
-    ],
-)
-def test_what_cannot_be_sharded_in_nodes_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
-    init = "models.actor.init={model_type: llama, hidden_size: 64, num_attention_heads: 4}"
-    with pytest.raises(UserError) as error:
-        plan_of(ALL, 4, TWO_NODES, *overrides, init)
-    assert str(error.value) == sentence
 
 
 def test_a_shadow_inherits_it_unless_another_engine_computes_it() -> None:

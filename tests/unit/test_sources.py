@@ -9,7 +9,6 @@ import pytest
 from small_runs import TINY, plan_of, spec_of
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import TEXT, Column
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.plan.algorithm_graph import heads_of, make_graph
@@ -142,37 +141,6 @@ def test_a_vector_has_an_entry_for_every_model(reward: str, placement: list[floa
         models = ["models.reward=null", f"models.critic={{init: {TINY}}}"]
     plan = plan_of(placement, 2, f"reward={reward}", *models)
     assert [model.name for model in plan.placement.models] == roles
-    with pytest.raises(UserError):
-        plan_of([*placement, 1], 2, f"reward={reward}", *models)
-
-
-# --- refusals
-
-
-@pytest.mark.parametrize(
-    ("reward", "sentence"),
-    [
-        ("{model: style}", "reward: model 'style': call it reward, or reward_ and a name of yours"),
-        ("[{model: reward}, {model: actor}]", "reward: model 'actor': call it reward, or reward_ and a name of yours"),
-        ("{model: rewardstyle}", "reward: model 'rewardstyle': call it reward, or reward_ and a name of yours"),
-        (
-            "[{model: reward}, {model: reward, weight: 2}]",
-            "reward: a model stands there twice; give each of reward once",
-        ),
-    ],
-)
-def test_names_that_cannot_be_are_refused(reward: str, sentence: str) -> None:
-    with pytest.raises(UserError) as caught:
-        graph_of(reward)
-    assert str(caught.value) == sentence
-
-
-@pytest.mark.parametrize("algorithm", ["sft", "reward"])
-@pytest.mark.parametrize("section", ["reward", "cost"])
-def test_an_algorithm_without_scores_refuses_sources(algorithm: str, section: str) -> None:
-    spec = spec_of(None, 1, f"algorithm={{name: {algorithm}, prompts_per_step: 8}}", f"{section}={{rule: gsm8k}}")
-    with pytest.raises(UserError, match=f"^{section}: {algorithm} uses no such scores; remove it$"):
-        make_graph(spec)
 
 
 # --- sources of both sections, and of several texts

@@ -15,7 +15,6 @@ from torch import Tensor
 from flexrlhf.config.algorithms.grpo import GrpoSpec
 from flexrlhf.config.reward_sources import FunctionSource, RuleSource
 from flexrlhf.engines.base import Batch
-from flexrlhf.errors import UserError
 from flexrlhf.metrics import METRICS
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.operators.graph import Graph
@@ -230,20 +229,3 @@ def test_a_model_counts_at_the_ends_of_its_steps_alone() -> None:
     assert columns["token_scores"].tolist() == [[0, 0.5, 0, 1.5 + 10], [0, 0, 3 + 20, 0]]
     assert columns["scores"].tolist() == [12, 23]
     assert columns["step_ends"].equal(ENDS)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ((PROCESS,), "process needs a source of reward with level: step"),
-        ((PROCESS, "reward={rule: gsm8k}"), "process needs a source of reward with level: step"),
-        ((PROCESS, "algorithm.baseline=others"), "use baseline: mean"),
-        ((PROCESS, "algorithm.kl={place: reward}"), "use kl.place: loss"),
-        ((PROCESS, "algorithm.normalise_scores=batch"), "use normalise_scores: none"),
-        (("reward={model: reward, level: step}",), "needs separator"),
-        (("reward={function: 'a.py:f', separator: '.'}",), "goes with level: step"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(overrides: tuple[str, ...], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        graph_of(*overrides)

@@ -212,8 +212,6 @@ def test_remax_and_costs_have_their_own_texts(tmp_path: Path, actor: str) -> Non
 def test_limits_of_texts(tmp_path: Path, actor: str) -> None:
     settings = retokenizing(tmp_path, actor, "data.max_response_tokens=90")
     assert plan_of(None, 1, *settings).lengths.texts == (("reward", 100),)
-    with pytest.raises(UserError, match="max_text_tokens goes with retokenize: true"):
-        spec_of(None, 1, "models.reward.max_text_tokens=9")
 
 
 @pytest.mark.parametrize(
