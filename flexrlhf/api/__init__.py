@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         RdzvEndpoint,
         RunOptions,
         complete_config,
-        with_run_options,
+        with_options,
     )
     from flexrlhf.cli.planning import check_memory, plan_runs
     from flexrlhf.cli.working import working

@@ -23,13 +23,7 @@ from flexrlhf.signals import Ending, StopSignal, end_command, exit_code
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of writing, which name no file."""
-EXIT_CODES: dict[type[Exception], int] = {
-    UserError: 2,
-    RankFailure: 1,
-    RunStopped: 1,
-    Interrupted: 130,
-    Preempted: 143,
-}
+EXIT_CODES: dict[type[Exception], int] = {UserError: 2, RankFailure: 1, RunStopped: 1, Interrupted: 130, Preempted: 143}
 Options = ParamSpec("Options")
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 """Base of all errors in a command line, which typer has but does not export."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import wraps
-from inspect import Signature, signature
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,10 +36,7 @@ def complete_config(incomplete: str) -> list[str]:
 
 Configs = Annotated[
     list[Path] | None,
-    typer.Argument(
-        help="YAML files, run in order; default: the quick start",
-        autocompletion=complete_config,
-    ),
+    typer.Argument(help="YAML files, run in order; default: the quick start", autocompletion=complete_config),
 ]
 PlacementRatio = Annotated[
     str | None,
@@ -167,16 +164,19 @@ def _vectors_by_run(
     return found if any(found) else [vector, *found[1:]]
 
 
-def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return ``command`` with the fields of ``RunOptions`` as options in the place of its first parameter."""
-    fields = signature(RunOptions, eval_str=True).parameters
-    _, *others = signature(command, eval_str=True).parameters.values()
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` with the fields of each parameter that is a dataclass as options in its place."""
+    own = signature(command, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {each.name: each.annotation for each in own if is_dataclass(each.annotation)}
+    fields = {name: signature(group, eval_str=True).parameters for name, group in groups.items()}
 
     @wraps(command)
     def call(**options: Any) -> None:
-        command(RunOptions(**{name: options.pop(name) for name in fields}), **options)
+        made = {name: group(**{key: options.pop(key) for key in fields[name]}) for name, group in groups.items()}
+        command(**made, **options)
 
-    parameters = [*fields.values(), *others]
+    named = [part for each in own for part in (fields[each.name].values() if each.name in groups else [each])]
+    parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in named]
     call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     return call

@@ -17,7 +17,7 @@ from flexrlhf.cli.options import (
     Overrides,
     Price,
     RunOptions,
-    with_run_options,
+    with_options,
 )
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_absent_data, print_data_lines
 from flexrlhf.cli.working import working
@@ -40,7 +40,7 @@ Output = Annotated[
 WRITTEN = "# every setting of"
 
 
-@with_run_options
+@with_options
 def plan(runs: RunOptions, force: Force = False, price: Price = None, html: Html = None, output: Output = None) -> None:
     """Print placement, schedule, memory and speed of each run.
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from flexrlhf.cli.errors import EXIT_CODES, print_error
-from flexrlhf.cli.options import Force, Launcher, Nnodes, NodeRank, RdzvEndpoint, RunOptions, with_run_options
+from flexrlhf.cli.options import Force, Launcher, Nnodes, NodeRank, RdzvEndpoint, RunOptions, with_options
 from flexrlhf.cli.planning import check_memory, inspect_data, plan_runs, print_data_lines
 from flexrlhf.cli.working import working
 from flexrlhf.config.plugins import Plugin, load_plugin
@@ -44,8 +44,7 @@ MaxRestarts = Annotated[
 ]
 
 Fresh = Annotated[
-    bool,
-    typer.Option("--fresh", help="train all runs of the quick start again, finished and unchanged ones, too"),
+    bool, typer.Option("--fresh", help="train all runs of the quick start again, finished and unchanged ones, too")
 ]
 AcceptChanges = Annotated[
     bool,
@@ -69,7 +68,7 @@ PREFLIGHT_SECONDS = 60.0
 """Longest wait of a preflight for a rank."""
 
 
-@with_run_options
+@with_options
 def run(
     runs: RunOptions,
     dry_run: DryRun = False,

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 import yaml
 
 from flexrlhf.api import (
+    MOST_TOKENS,
     ClusterSpec,
     DeviceClass,
     EngineFacts,
@@ -162,27 +164,52 @@ SETTINGS = {
 OVERRIDES = ("algorithm", "prompt_tokens", "response_tokens", "prompts", "samples", "mini_batches", "rollout")
 """Options that are one setting of a config, which they replace."""
 
+Text = str | None
+Count = int | None
+Algorithm = Annotated[Text, typer.Option(help="algorithm, such as grpo or dpo; default: ppo")]
+Model = Annotated[
+    Text, typer.Option(help="model of all roles: a name, a model directory or a config.json; default: llama-7b")
+]
+Critic = Annotated[Text, typer.Option(help="critic model; default: as --reward, else --model")]
+Ref = Annotated[Text, typer.Option(help="reference model; default: as --model")]
+Reward = Annotated[Text, typer.Option(help="reward model; default: as --critic, else --model")]
+Gpus = Annotated[Count, typer.Option(min=1, help="number of devices, eight in a node; default: 8")]
+GpuType = Annotated[Text, typer.Option(help="device class; default: A100-80G")]
+ClusterFile = Annotated[Path | None, typer.Option(help="YAML with a list of nodes, instead of --gpus")]
+PromptTokens = Annotated[Count, typer.Option(min=1, max=MOST_TOKENS, help="maximum prompt length; default: 1024")]
+ResponseTokens = Annotated[Count, typer.Option(min=1, max=MOST_TOKENS, help="maximum response length; default: 1024")]
+Prompts = Annotated[Count, typer.Option(min=1, help="prompts in a step; default: 512")]
+Samples = Annotated[Count, typer.Option(min=1, help="responses to each prompt; default: the algorithm's, 1 for PPO")]
+MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a step; default: 8")]
+Engine = Annotated[
+    Text, typer.Option(help="training engine, as models.ROLE.engine; default: torch, deepspeed if only that fits")
+]
+Rollout = Annotated[
+    Text, typer.Option(help="generation engine: auto, transformers, torch or vllm; default: vllm where a class has it")
+]
+Lora = Annotated[Count, typer.Option(min=1, help="rank of LoRA adapters; default: all weights are trained")]
+
 
 @dataclass(frozen=True)
 class AdviceOptions:
     """Options of the command line under their names; None if one is not given."""
 
-    algorithm: str | None = None
-    model: str | None = None
-    critic: str | None = None
-    ref: str | None = None
-    reward: str | None = None
-    gpus: int | None = None
-    gpu_type: str | None = None
-    cluster: Path | None = None
-    prompt_tokens: int | None = None
-    response_tokens: int | None = None
-    prompts: int | None = None
-    samples: int | None = None
-    mini_batches: int | None = None
-    engine: str | None = None
-    rollout: str | None = None
-    lora: int | None = None
+    algorithm: Algorithm = None
+    model: Model = None
+    critic: Critic = None
+    ref: Ref = None
+    reward: Reward = None
+    gpus: Gpus = None
+    gpu_type: GpuType = None
+    cluster: ClusterFile = None
+    prompt_tokens: PromptTokens = None
+    response_tokens: ResponseTokens = None
+    prompts: Prompts = None
+    samples: Samples = None
+    mini_batches: MiniBatches = None
+    engine: Engine = None
+    rollout: Rollout = None
+    lora: Lora = None
 
     @property
     def given(self) -> dict[str, Any]:

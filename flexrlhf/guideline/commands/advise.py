@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flexrlhf.api import (
-    MOST_TOKENS,
     Cluster,
     ConfigOption,
     OutputPath,
@@ -22,8 +21,10 @@ from flexrlhf.api import (
     Spec,
     UserError,
     complete_config,
+    with_options,
     working,
 )
+from flexrlhf.guideline.advice.request import AdviceOptions
 from flexrlhf.guideline.commands.basis import Basis, MeasuredIn, Profile
 
 if TYPE_CHECKING:
@@ -33,44 +34,16 @@ if TYPE_CHECKING:
     from flexrlhf.guideline.simulation.measured_run import MeasuredRun
     from flexrlhf.guideline.simulation.usage import Prices
 
-Text = str | None
-Count = int | None
 Config = Annotated[
     Path | None,
-    typer.Argument(
-        help="YAML with the models, batch and cluster to advise on",
-        autocompletion=complete_config,
-    ),
+    typer.Argument(help="YAML with the models, batch and cluster to advise on", autocompletion=complete_config),
 ]
-Algorithm = Annotated[Text, typer.Option(help="algorithm, such as grpo or dpo; default: ppo")]
-Model = Annotated[
-    Text, typer.Option(help="model of all roles: a name, a model directory or a config.json; default: llama-7b")
-]
-Critic = Annotated[Text, typer.Option(help="critic model; default: as --reward, else --model")]
-Ref = Annotated[Text, typer.Option(help="reference model; default: as --model")]
-Reward = Annotated[Text, typer.Option(help="reward model; default: as --critic, else --model")]
-Gpus = Annotated[Count, typer.Option(min=1, help="number of devices, eight in a node; default: 8")]
-GpuType = Annotated[Text, typer.Option(help="device class; default: A100-80G")]
-ClusterFile = Annotated[Path | None, typer.Option(help="YAML with a list of nodes, instead of --gpus")]
-PromptTokens = Annotated[Count, typer.Option(min=1, max=MOST_TOKENS, help="maximum prompt length; default: 1024")]
-ResponseTokens = Annotated[Count, typer.Option(min=1, max=MOST_TOKENS, help="maximum response length; default: 1024")]
 MeanResponse = Annotated[float | None, typer.Option(min=1, help="mean response length; default: the maximum")]
-Lengths = Annotated[Text, typer.Option(metavar="WHAT", help="response lengths instead, as of `simulate`")]
+Lengths = Annotated[str | None, typer.Option(metavar="WHAT", help="response lengths instead, as of `simulate`")]
 MaxLag = Annotated[
-    Count,
+    int | None,
     typer.Option(min=0, max=Spec.MAX_LAG, help="largest schedule.lag to choose; default: 1 is shown, none chosen"),
 ]
-Prompts = Annotated[Count, typer.Option(min=1, help="prompts in a step; default: 512")]
-Samples = Annotated[Count, typer.Option(min=1, help="responses to each prompt; default: the algorithm's, 1 for PPO")]
-MiniBatches = Annotated[Count, typer.Option(min=1, help="optimizer steps in a step; default: 8")]
-Engine = Annotated[
-    Text,
-    typer.Option(help="training engine, as models.ROLE.engine; default: torch, deepspeed if only that fits"),
-]
-Rollout = Annotated[
-    Text, typer.Option(help="generation engine: auto, transformers, torch or vllm; default: vllm where a class has it")
-]
-Lora = Annotated[Count, typer.Option(min=1, help="rank of LoRA adapters; default: all weights are trained")]
 Seconds = Annotated[
     float,
     typer.Option(min=0.1, help="work of the searches, in seconds of an ordinary core: every machine finds the same"),
@@ -96,27 +69,14 @@ Take = Annotated[
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the recommended YAML")]
 
 
+@with_options
 def advise(
+    *,
     config: Config = None,
     config_option: ConfigOption = None,
-    algorithm: Algorithm = None,
-    model: Model = None,
-    critic: Critic = None,
-    ref: Ref = None,
-    reward: Reward = None,
-    gpus: Gpus = None,
-    gpu_type: GpuType = None,
-    cluster: ClusterFile = None,
-    prompt_tokens: PromptTokens = None,
-    response_tokens: ResponseTokens = None,
+    options: AdviceOptions,
     mean_response: MeanResponse = None,
     lengths: Lengths = None,
-    prompts: Prompts = None,
-    samples: Samples = None,
-    mini_batches: MiniBatches = None,
-    engine: Engine = None,
-    rollout: Rollout = None,
-    lora: Lora = None,
     set_: Overrides = None,
     profile: Profile = None,
     seconds: Seconds = 15.0,
@@ -134,7 +94,6 @@ def advise(
     And their predicted times. Starts nothing.
     """
     from flexrlhf.guideline.advice.advised_yaml import is_advised
-    from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.simulation.lengths import expected_lengths
     from flexrlhf.guideline.simulation.usage import read_prices
 
@@ -147,26 +106,8 @@ def advise(
     if per_operator and max_batch:
         raise UserError("--max-batch: is tried for placements of models, not with --per-operator; leave one out")
     config = RunOptions(None if config is None else [config], config_option).only_path
-    options = AdviceOptions(
-        algorithm=algorithm,
-        model=model,
-        critic=critic,
-        ref=ref,
-        reward=reward,
-        gpus=gpus,
-        gpu_type=gpu_type,
-        cluster=cluster,
-        prompt_tokens=prompt_tokens,
-        response_tokens=response_tokens,
-        prompts=prompts,
-        samples=samples,
-        mini_batches=mini_batches,
-        engine=engine,
-        rollout=rollout,
-        lora=lora,
-    )
     if output is not None:
-        OutputPath(output, "--output").check_file("advised.yaml", is_advised, (config, cluster, profile))
+        OutputPath(output, "--output").check_file("advised.yaml", is_advised, (config, options.cluster, profile))
     is_as_trained = from_ is not None and config is None
     if is_as_trained and (options.given or set_ or per_operator):
         raise UserError(f"--from {from_}: decides on that run as it is; to change a setting, give a config, too")

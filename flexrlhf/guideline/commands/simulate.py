@@ -9,15 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flexrlhf.api import (
-    OutputPath,
-    Price,
-    RunOptions,
-    UserError,
-    lack_text,
-    plan_runs,
-    with_run_options,
-)
+from flexrlhf.api import OutputPath, Price, RunOptions, UserError, lack_text, plan_runs, with_options
 from flexrlhf.guideline.commands.basis import Basis, MeasuredIn, Profile
 
 Lengths = Annotated[
@@ -53,7 +45,7 @@ DEFAULT_STEPS = 4
 Steps = Annotated[int, typer.Option(min=1, help="steps in that timeline")]
 
 
-@with_run_options
+@with_options
 def simulate(
     runs: RunOptions,
     lengths: Lengths = None,

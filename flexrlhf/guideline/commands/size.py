@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexrlhf.api import MOST_TOKENS, OutputPath, Overrides, Price, load_plugin, working
-from flexrlhf.guideline.commands.advise import (
+from flexrlhf.guideline.advice.request import (
+    AdviceOptions,
     Engine,
-    MeanResponse,
     MiniBatches,
     Prompts,
     PromptTokens,
     Rollout,
     Samples,
 )
+from flexrlhf.guideline.commands.advise import MeanResponse
 
 if TYPE_CHECKING:
     from flexrlhf.guideline.advice.sizes import Size
@@ -37,10 +38,7 @@ GpuTypes = Annotated[
 ResponseTokens = Annotated[
     list[int] | None,
     typer.Option(
-        "--response-tokens",
-        min=1,
-        max=MOST_TOKENS,
-        help="maximum response length; repeatable; default: 1024 and 8192",
+        "--response-tokens", min=1, max=MOST_TOKENS, help="maximum response length; repeatable; default: 1024 and 8192"
     ),
 ]
 RANK = 16
@@ -76,7 +74,6 @@ def size(
     By device class and response length, with all weights or adapters, and the predicted speed on these devices and
     more. Starts nothing.
     """
-    from flexrlhf.guideline.advice.request import AdviceOptions
     from flexrlhf.guideline.advice.sizes import CLASSES, RESPONSES, SizeTable
     from flexrlhf.guideline.advice.sizes_text import SizesText, is_sizes
     from flexrlhf.guideline.simulation.usage import read_prices

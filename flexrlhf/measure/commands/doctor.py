@@ -18,7 +18,7 @@ from flexrlhf.api import (
     RunStopped,
     plan_runs,
     prepare_corpus,
-    with_run_options,
+    with_options,
 )
 
 Timeout = Annotated[
@@ -26,7 +26,7 @@ Timeout = Annotated[
 ]
 
 
-@with_run_options
+@with_options
 def doctor(
     runs: RunOptions,
     nnodes: Nnodes = 1,
