@@ -155,15 +155,21 @@ def _picture(
     traces = [_trace(runs, curve, several, is_second=False) for curve in curves]
     traces += [_trace(runs, curve, several, is_second=True) for curve in second]
     has_legend = len(traces) > 1
-    figure = make_figure(traces, HEIGHT, showlegend=has_legend, hovermode="x unified", margin=MARGIN)
-    figure.update_xaxes(rangemode="normal", tickformat="d", hoverformat="d", unifiedhovertitle={"text": "step %{x}"})
+    figure = figure_by_step(traces, has_legend)
     if max(curve.steps[-1] - curve.steps[0] for curve in curves) < FEW_STEPS:
         # else there are marks between steps, with the numbers of these
         figure.update_xaxes(dtick=1)
-    figure.update_yaxes(automargin=AUTOMARGIN)
     caption = definition(name) + (f"; {other}: {definition(other)}" if other else "")
     title = name if other is None else f"{name}, {other}"
     return Picture(f"curve-{name}", title, caption + _thinning(runs), figure, HEIGHT)
+
+
+def figure_by_step(traces: Sequence[go.Scatter | go.Bar], has_legend: bool) -> go.Figure:
+    """Return a figure of values over steps."""
+    figure = make_figure(traces, HEIGHT, showlegend=has_legend, hovermode="x unified", margin=MARGIN)
+    figure.update_xaxes(rangemode="normal", tickformat="d", hoverformat="d", unifiedhovertitle={"text": "step %{x}"})
+    figure.update_yaxes(automargin=AUTOMARGIN)
+    return figure
 
 
 def _trace(runs: Sequence[RunContents], curve: MetricCurve, several: bool, is_second: bool) -> go.Scatter:

@@ -40,14 +40,7 @@ SHARE_COLOURS = {
 """Activities of a rank, as shares of its time."""
 PARTS_OF_MEMORY = ("#3f74b8", "#d98032", "#4f9d8c", "#8a6bb4", "#b99a2c", "#b4566d", "#6a8f3c", "#8b9098")
 """Parts of a rank's memory, in their order; the first are the models."""
-_SHADES = {
-    "generate": 0.0,
-    "forward": 0.3,
-    "train": -0.28,
-    "combine": 0.62,
-    "score": 0.45,
-    "retokenize": 0.62,
-}
+_SHADES = {"generate": 0.0, "forward": 0.3, "train": -0.28, "combine": 0.62, "score": 0.45, "retokenize": 0.62}
 """Part of white that is mixed into the colour of a role; of black if it is negative."""
 PART_OF: Mapping[WorkKind, str] = {
     **{kind: kind.text for kind in (WorkKind.GENERATE, WorkKind.FORWARD, WorkKind.TRAIN)},

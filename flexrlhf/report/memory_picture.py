@@ -7,10 +7,10 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from flexrlhf.api import Plan, RankMemory, bytes_text, ranks_text, span_of
+from flexrlhf.api import Plan, RankMemory, bytes_text
 from flexrlhf.report.look import PARTS_OF_MEMORY
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
-from flexrlhf.report.placement_picture import RankColumn, columns_of
+from flexrlhf.report.placement_picture import RankColumn, column_names, columns_of
 
 MODELS = "models and optimizer"
 ROW = 30
@@ -63,7 +63,7 @@ def counted_tensors(facts: Mapping[str, Any]) -> Mapping[int, int]:
 def _peaks(
     plan: Plan, facts: Mapping[str, Any], columns: Sequence[RankColumn], memories: Sequence[RankMemory], key: str
 ) -> Picture:
-    names = _names(columns)
+    names = column_names(columns)
     parts = [peak_parts(memory) for memory in memories]
     shown = dict.fromkeys(name for each in parts for name in each)
     traces: list[Any] = [
@@ -139,7 +139,7 @@ def _capacities(figure: go.Figure, plan: Plan, columns: Sequence[RankColumn], me
 def _phases(columns: Sequence[RankColumn], memories: Sequence[RankMemory], key: str) -> Picture:
     labels = [*dict.fromkeys(phase.label for memory in memories for phase in memory.phases)]
     totals = [{phase.label: phase.total for phase in memory.phases} for memory in memories]
-    names = _names(columns)
+    names = column_names(columns)
     trace = go.Heatmap(
         x=names,
         y=labels,
@@ -160,7 +160,3 @@ def _phases(columns: Sequence[RankColumn], memories: Sequence[RankMemory], key: 
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(autorange="reversed", automargin=AUTOMARGIN, fixedrange=True, showgrid=False)
     return Picture(key, "Memory by phase", PHASES, figure, height)
-
-
-def _names(columns: Sequence[RankColumn]) -> list[str]:
-    return [ranks_text(column.ranks) if len(columns) <= 4 else span_of(column.ranks) for column in columns]

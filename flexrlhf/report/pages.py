@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.api import OutputPath, Plan, UserError, bytes_text, instead_of, one_line
+from flexrlhf.api import OutputPath, Plan, UserError, bytes_text, one_line
+from flexrlhf.guideline.simulation.inputs import check_profile
 from flexrlhf.report.file_reader import without_surrogates
 from flexrlhf.report.page import Page, Section, Table, is_own_page, render
 from flexrlhf.report.reported_run import ReportedRun, plan_of_run, predict, predict_run
@@ -44,10 +45,8 @@ def check_page_path(path: Path, option: str, inputs: Sequence[Path] = ()) -> Non
 def write_report(directories: Sequence[Path], path: Path, profile: Path | None) -> WrittenPage:
     """Write the page of the runs in ``directories``. Raises UserError for one without a run."""
     check_page_path(path, "--output", [each / name for each in directories for name in (CONFIG, METRICS_FILE)])
-    if profile is not None and not profile.is_file():
-        raise UserError(
-            f"--profile {profile}: no such file{instead_of(profile, '.json')}; `flexrlhf profile` writes one"
-        )
+    if profile is not None:
+        check_profile(profile)
     runs = [_reported(contents, profile) for contents in _named_apart([read_contents(each) for each in directories])]
     return _write(path, "--output", run_page(runs, _now()), runs)
 

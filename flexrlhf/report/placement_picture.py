@@ -50,6 +50,11 @@ def columns_of(plan: Plan, device: str = "") -> list[RankColumn]:
     return [RankColumn(tuple(ranks), _where(plan, tuple(ranks), device)) for ranks in groups]
 
 
+def column_names(columns: Sequence[RankColumn]) -> list[str]:
+    """Return the ranks of each column, in words if there is room."""
+    return [ranks_text(column.ranks) if len(columns) <= 4 else span_of(column.ranks) for column in columns]
+
+
 def _kind(plan: Plan, rank: int) -> tuple[object, ...]:
     models = tuple((model.name, model.layout.stage(rank)) for model in plan.placement.on_rank(rank))
     return plan.cluster.devices[rank].device_class, models
@@ -81,7 +86,7 @@ def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
     roles = [*colours]
     shares = [sum(processes.get(node, 0) for node in _nodes(plan, column.ranks)) for column in columns]
     environment = [f"{share} proc." if share else "" for share in shares]
-    names = [ranks_text(column.ranks) if len(columns) <= 4 else span_of(column.ranks) for column in columns]
+    names = column_names(columns)
     trace = go.Heatmap(
         x=[*range(len(columns))],
         y=[*(str(model.name) for model in models), *[ENVIRONMENT] * bool(processes)],
@@ -89,10 +94,7 @@ def placement_picture(plan: Plan, key: str, device: str = "") -> Picture:
             *([roles.index(model.role) if _is_on(model, column) else None for column in columns] for model in models),
             *[[roles.index(ENVIRONMENT) if share else None for share in shares]] * bool(processes),
         ],
-        text=[
-            *([_part(model, column) for column in columns] for model in models),
-            *[environment] * bool(processes),
-        ],
+        text=[*([_part(model, column) for column in columns] for model in models), *[environment] * bool(processes)],
         customdata=[
             *([_hover(plan, model, column) for column in columns] for model in models),
             *[_environment_hovers(columns, shares)] * bool(processes),
@@ -139,15 +141,15 @@ def _part(model: PlacedModel, column: RankColumn) -> str:
     if not _is_on(model, column):
         return ""
     layout, rank = model.layout, column.ranks[0]
+    parts = (
+        ("dp", layout.replica(rank), layout.dp),
+        ("cp", layout.cp_index(rank), layout.cp),
+        ("tp", layout.tp_index(rank), layout.tp),
+        ("pp", layout.stage(rank), layout.pp),
+    )
     if len(column.ranks) > 1:
-        sizes = (("dp", layout.dp), ("cp", layout.cp), ("tp", layout.tp), ("pp", layout.pp))
-        shown = [f"{word} {size}" for word, size in sizes]
-        return " ".join(text for text in shown if not text.endswith(" 1"))
-    parts = [f"dp {layout.replica(rank) + 1}/{layout.dp}"] * (layout.dp > 1)
-    parts += [f"cp {layout.cp_index(rank) + 1}/{layout.cp}"] * (layout.cp > 1)
-    parts += [f"tp {layout.tp_index(rank) + 1}/{layout.tp}"] * (layout.tp > 1)
-    parts += [f"pp {layout.stage(rank) + 1}/{layout.pp}"] * (layout.pp > 1)
-    return "<br>".join(parts)
+        return " ".join(f"{word} {size}" for word, _, size in parts if size > 1)
+    return "<br>".join(f"{word} {place + 1}/{size}" for word, place, size in parts if size > 1)
 
 
 def _hover(plan: Plan, model: PlacedModel, column: RankColumn) -> str:

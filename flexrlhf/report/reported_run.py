@@ -8,17 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from flexrlhf.api import (
-    HubName,
-    ModelShape,
-    Plan,
-    ResolvedSpec,
-    RunDirectory,
-    Span,
-    Spec,
-    UserError,
-    model_shapes,
-)
+from flexrlhf.api import HubName, ModelShape, Plan, ResolvedSpec, RunDirectory, Span, Spec, UserError, model_shapes
 from flexrlhf.guideline.simulation.inputs import costs_for
 from flexrlhf.guideline.simulation.lengths import read_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
@@ -194,18 +184,12 @@ def _known_shapes(resolved: ResolvedSpec) -> tuple[dict[str, ModelShape], tuple[
 
 
 def _with_present_paths(spec: Spec, directory: Path) -> Spec:
-    """Return ``spec`` with relative paths that lead from where the run was started, and without downloads."""
-    start = _start_directory(spec, directory)
-
-    return spec.with_paths(lambda _, path: _present(path, start), {})
-
-
-def _start_directory(spec: Spec, directory: Path) -> Path | None:
-    """Return the directory in which the run was started, by where its own one lies; None for one that was moved."""
+    """Return ``spec`` with relative paths that lead from where the run was started, if its directory still lies there,
+    and without downloads."""
     runs, parent = Path(spec.runs), directory.absolute().parent
-    if runs.is_absolute() or not runs.parts or parent.parts[-len(runs.parts) :] != runs.parts:
-        return None
-    return Path(*parent.parts[: -len(runs.parts)])
+    is_moved = runs.is_absolute() or not runs.parts or parent.parts[-len(runs.parts) :] != runs.parts
+    start = None if is_moved else Path(*parent.parts[: -len(runs.parts)])
+    return spec.with_paths(lambda _, path: _present(path, start), {})
 
 
 def _present(path: str, start: Path | None) -> str:

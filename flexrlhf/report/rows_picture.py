@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from flexrlhf.api import METRICS, Outcome, RowAccount
-from flexrlhf.report.curves import HEIGHT, MARGIN
+from flexrlhf.report.curves import HEIGHT, figure_by_step
 from flexrlhf.report.look import OTHERS, RUNS
 from flexrlhf.report.metric_table import MetricTable, Series
-from flexrlhf.report.picture import AUTOMARGIN, Picture, make_figure
+from flexrlhf.report.picture import Picture
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.samples_table import spread
 
@@ -86,9 +86,8 @@ def staleness_picture(run: RunContents, key: str) -> Picture | None:
 
 
 def _stacked(traces: Sequence[go.Scatter | go.Bar]) -> go.Figure:
-    figure = make_figure(traces, HEIGHT, showlegend=True, hovermode="x unified", margin=MARGIN)
-    figure.update_xaxes(rangemode="normal", tickformat="d", hoverformat="d", unifiedhovertitle={"text": "step %{x}"})
-    figure.update_yaxes(automargin=AUTOMARGIN, rangemode="tozero")
+    figure = figure_by_step(traces, has_legend=True)
+    figure.update_yaxes(rangemode="tozero")
     return figure
 
 

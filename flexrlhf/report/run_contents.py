@@ -92,7 +92,7 @@ def read_contents(directory: Path) -> RunContents:
     spans, facts = _read_timeline(files, run)
     state, next_step, steps = _progress(files, run, rows)
     calls = files.rows(run.calls.path.name, CALLS_ROW, _last_two, _NONE)
-    replans = files.rows(run.replans.path.name, REPLAN_ROW, _all, _NONE)
+    replans = files.rows(run.replans.path.name, REPLAN_ROW, tuple, _NONE)
     failures = tuple(_failures(files, run)) if state == "failed" else ()
     if not rows:
         files.notes.append("no step has been recorded yet, so there are no curves")
@@ -116,10 +116,6 @@ def read_contents(directory: Path) -> RunContents:
 
 
 _NONE: tuple[LineFields, ...] = ()
-
-
-def _all(file: RowReader) -> tuple[LineFields, ...]:
-    return tuple(file)
 
 
 def _last_two(file: RowReader) -> tuple[LineFields, ...]:

@@ -35,11 +35,7 @@ from flexrlhf.report.reported_run import PLANNED_STEPS, Prediction, ReportedRun
 from flexrlhf.report.rows_picture import rows_picture, staleness_picture
 from flexrlhf.report.run_contents import RunContents
 from flexrlhf.report.samples_table import sample_groups
-from flexrlhf.report.timeline_picture import (
-    MOST_LANES,
-    shares_picture,
-    timeline_picture,
-)
+from flexrlhf.report.timeline_picture import MOST_LANES, shares_picture, timeline_picture
 
 CURVES = "A point a step, numbered as in metrics.jsonl, from 0. Under each figure: what the metric is, and its unit."
 TIMELINE = (

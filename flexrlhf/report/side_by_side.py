@@ -198,12 +198,9 @@ def _both(first: float, second: float) -> str:
 
 
 def _row(each: MetricDifference) -> list[str]:
-    values = [f"{each.first:.6g}", f"{each.second:.6g}", f"{each.largest:.2g}", _relative(each.relative)]
+    relative = f"{each.relative:.1e}" if each.relative else "0"
+    values = [f"{each.first:.6g}", f"{each.second:.6g}", f"{each.largest:.2g}", relative]
     return [shortened(one_line(each.name), MOST_CHARACTERS), *values, str(each.step)]
-
-
-def _relative(difference: float) -> str:
-    return f"{difference:.1e}" if difference else "0"
 
 
 def _times(runs: Sequence[RecordedSteps]) -> list[str]:

@@ -34,11 +34,7 @@ from flexrlhf.api import (
 )
 
 Config = Annotated[
-    Path | None,
-    typer.Argument(
-        help="YAML file; default: the quick start's PPO",
-        autocompletion=complete_config,
-    ),
+    Path | None, typer.Argument(help="YAML file; default: the quick start's PPO", autocompletion=complete_config)
 ]
 Against = Annotated[
     list[str] | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from flexrlhf.api import METRICS, Move, Plan, Run, Sync, ranks_text, table
-from flexrlhf.verify.comparison import RecordedRun
+from flexrlhf.verify.comparison import RecordedRun, RunPair
 from flexrlhf.verify.deviations import ColumnEntry, Deviation, Limits, Tie, first_beyond, is_exact
 
 MARK = "*"
@@ -77,7 +77,7 @@ def _weight_line(deviation: Deviation) -> str:
     )
 
 
-def format_tie(tie: Tie, runs: tuple[RecordedRun, RecordedRun]) -> str:
+def format_tie(tie: Tie, runs: RunPair) -> str:
     """Return a sentence about responses that part at a tie."""
     count = len(tie.rows)
     which = f"row {tie.rows[0]}" if count == 1 else f"{count} rows, the first of them {tie.rows[0]},"
@@ -87,7 +87,7 @@ def format_tie(tie: Tie, runs: tuple[RecordedRun, RecordedRun]) -> str:
     )
 
 
-def format_verdict(deviations: Sequence[Deviation], runs: tuple[RecordedRun, RecordedRun], limits: Limits) -> list[str]:
+def format_verdict(deviations: Sequence[Deviation], runs: RunPair, limits: Limits) -> list[str]:
     """Return the verdict: one sentence, and if the runs part, how each of them computed it."""
     first = first_beyond(deviations)
     if first is None:
@@ -105,7 +105,7 @@ def format_verdict(deviations: Sequence[Deviation], runs: tuple[RecordedRun, Rec
     return lines
 
 
-def _move_verdict(first: Deviation, runs: tuple[RecordedRun, RecordedRun], where: str) -> list[str]:
+def _move_verdict(first: Deviation, runs: RunPair, where: str) -> list[str]:
     assert first.entry is not None, "a move that changes numbers has a first one"
     entry = first.entry
     plan = next(run.plan for run in runs if run.name == first.run)
@@ -116,7 +116,7 @@ def _move_verdict(first: Deviation, runs: tuple[RecordedRun, RecordedRun], where
     ]
 
 
-def _place(first: Deviation, runs: tuple[RecordedRun, RecordedRun]) -> str:
+def _place(first: Deviation, runs: RunPair) -> str:
     names = " and ".join(run.name for run in runs)
     if first.note:
         return f"{first.kind} {first.name}: {first.note}"
@@ -145,12 +145,13 @@ def _written(first: Deviation, run: RecordedRun, index: int) -> list[str]:
     if wrote is None:
         return []
     by = f", this row on rank {entry.ranks[index]}" if entry is not None else ""
-    sync = next((each for each in _syncs(run.plan) if each.destination == wrote.model), None)
+    syncs = (each for each in run.plan.schedule.instructions if isinstance(each, Sync))
+    sync = next((each for each in syncs if each.destination == wrote.model), None)
     weights = f"; its weights come by sync from {sync.source}" if sync is not None else ""
     return [f"{run.name}: written by {wrote.label} ({ranks_text(wrote.ranks)}{by}){weights}"]
 
 
-def _inputs(first: Deviation, runs: tuple[RecordedRun, RecordedRun]) -> str:
+def _inputs(first: Deviation, runs: RunPair) -> str:
     operator = next(each.operator for each in _runs(runs[0].plan) if first.name in each.operator.writes)
     moved = [name for name in operator.reads if any(_moves(run.plan, name) for run in runs)]
     reads = f"it reads {', '.join(operator.reads)}" if operator.reads else "it reads no column"
@@ -166,10 +167,6 @@ def _reporter(first: Deviation, run: RecordedRun) -> str:
 
 def _runs(plan: Plan) -> list[Run]:
     return [each for each in plan.schedule.instructions if isinstance(each, Run)]
-
-
-def _syncs(plan: Plan) -> list[Sync]:
-    return [each for each in plan.schedule.instructions if isinstance(each, Sync)]
 
 
 def _moves(plan: Plan, column: str) -> list[Move]:

@@ -7,23 +7,13 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
-from flexrlhf.api import (
-    BatchShape,
-    DeviceClass,
-    Layout,
-    Lengths,
-    ModelShape,
-    PlacedModel,
-    ResolvedSpec,
-    Run,
-    Sync,
-)
+from flexrlhf.api import BatchShape, DeviceClass, Layout, Lengths, ModelShape, PlacedModel, ResolvedSpec, Run, Sync
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.sketch import Sketch, name_of
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.relations import Relation
-from flexrlhf.guideline.search.link_times import LinkTimes
+from flexrlhf.guideline.search.link_table import LinkTimes
 from flexrlhf.guideline.search.problem import LinkEnd, LinkSeconds, RowTransfer, SearchSync, SearchTask
 from flexrlhf.guideline.simulation.inputs import TextLengths
 from flexrlhf.guideline.simulation.pricing import UNKNOWN, rows_bytes, synced_weights

@@ -26,8 +26,8 @@ from flexrlhf.api import (
     check_operators,
 )
 from flexrlhf.guideline.simulation.calls import texts_per_row
-from flexrlhf.guideline.simulation.column_writers import ColumnWriters
 from flexrlhf.guideline.simulation.model_free_costs import source_section
+from flexrlhf.guideline.simulation.timed_instructions import ColumnWriters
 
 PlacedCallKind = OperatorKind | Literal["switch"]
 """OperatorKind of an operator, or "switch": a transfer of the model's tensors to or from host memory."""

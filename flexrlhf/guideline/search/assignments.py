@@ -166,11 +166,7 @@ def _of_rows(values: Ints, rows: Ints | int) -> Ints | int:
 
 
 def clock(
-    graph: CallGraph,
-    seconds: Sequence[Floats | float],
-    delays: Sequence[Floats | float],
-    overlaps: Overlaps,
-    rows: int,
+    graph: CallGraph, seconds: Sequence[Floats | float], delays: Sequence[Floats | float], overlaps: Overlaps, rows: int
 ) -> Floats:
     """Return the time of a settled step of each row, (rows,): the walk of the simulation for many lists at once.
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from flexrlhf.guideline.costs.relations import RELATIONS
+from flexrlhf.guideline.costs.relations import RELATIONS, Relation
 from flexrlhf.guideline.search.evaluate import Link
-from flexrlhf.guideline.search.link_times import LinkTimes
 from flexrlhf.guideline.search.part_table import SHAPE_STEP, Bools, Floats, Ints, PartTable, fitting
-from flexrlhf.guideline.search.problem import LinkSide
+from flexrlhf.guideline.search.problem import LinkEnd, LinkSeconds, LinkSide
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,3 +171,26 @@ def link_sides(part: PartTable, side: LinkSide, groups: Ints, memory: float) -> 
     first = np.searchsorted(group[leanest][ordered], np.arange(int(groups.max()) + 2))
     some = np.unique(sides, return_index=True)[1]
     return LinkSides(tuple(numbers), sides, some, groups, keys[ordered], leanest[ordered], first, memory)
+
+
+@dataclass(eq=False)
+class LinkTimes:
+    """Times of a link, and those that have been computed: a sync or a row transfer may have it as its ``seconds``.
+
+    seconds:  computes them.
+    numbers:  number of each side of its source, and of its target.
+    values:   time by (side, side, relation); NaN where not yet computed.
+    """
+
+    seconds: LinkSeconds
+    numbers: tuple[dict[Hashable, int], dict[Hashable, int]] = field(default_factory=lambda: ({}, {}))
+    values: NDArray[np.float64] = field(default_factory=lambda: np.full((0, 0, len(RELATIONS)), np.nan))
+
+    def __call__(self, source: LinkEnd, to: LinkEnd, relation: Relation) -> float:
+        return self.seconds(source, to, relation)
+
+    def make_room(self) -> None:
+        """Add the times of sides that are new."""
+        missing = [len(numbers) - size for numbers, size in zip(self.numbers, self.values.shape, strict=False)]
+        if any(missing):
+            self.values = np.pad(self.values, [*((0, more) for more in missing), (0, 0)], constant_values=np.nan)

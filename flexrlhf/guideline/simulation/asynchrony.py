@@ -46,11 +46,7 @@ class AsynchronyTable:
 
 
 def compare_lags(
-    spec: Spec,
-    costs: CostModel,
-    lengths: TextLengths,
-    lags: Sequence[int],
-    segments: Sequence[int] = (),
+    spec: Spec, costs: CostModel, lengths: TextLengths, lags: Sequence[int], segments: Sequence[int] = ()
 ) -> AsynchronyTable:
     """Return the variants of ``spec`` with ``lags``, and with each of them segments of so many tokens.
 

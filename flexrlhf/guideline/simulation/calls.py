@@ -207,8 +207,11 @@ class CallMaker:
         if kind == "generate":  # of prompts that context-parallel ranks share
             fullest = [-(-number // cp) for number in fullest]
         most = sum(fullest)
-        at_once = self._reserved.rows_decoded(model, max(fullest) if trains else most)
-        pages = _pages(model, at_once) if kind == "generate" and model.has_cache else None
+        # decoding reserves memory for responses of full length
+        reserved = SequenceLengths(self.longest.prompt, self.longest.response)
+        at_once, pages = reserved.rows_decoded(model, max(fullest) if trains else most), None
+        if kind == "generate" and model.has_cache:
+            pages = Pages(settings.generate_tokens, at_once, PagedCache.FREE, model.facts.cache_block / 2)
         if pages is not None and any(self.lengths.responses):
             at_once = pages.rows(self.lengths.prompt, self.lengths.responses)
         return Call(
@@ -250,11 +253,6 @@ class CallMaker:
         prompts, responses = self.lengths.all_prompts, self.lengths.responses
         return _passes_of(prompts, responses, tuple(rows), most, samples, times, layout)
 
-    @property
-    def _reserved(self) -> SequenceLengths:
-        """Lengths of a row in decoding, which reserves memory for responses of full length."""
-        return SequenceLengths(self.longest.prompt, self.longest.response)
-
 
 @lru_cache(maxsize=4096)
 def _passes_of(
@@ -271,11 +269,6 @@ def _passes_of(
     return all_passes(
         (times * number, mean_pass(prompts, responses, block, samples, layout)) for block, number in blocks.items()
     )
-
-
-def _pages(model: PlacedModel, most_rows: int) -> Pages:
-    """Return the pages of the cache of a rollout engine that decodes at most so many rows at a time."""
-    return Pages(model.settings.generate_tokens, most_rows, PagedCache.FREE, model.facts.cache_block / 2)
 
 
 def _blocks(prompts: int, most: int) -> Iterator[int]:

@@ -7,7 +7,7 @@ duration shows in the waiting of Runs.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -127,8 +127,8 @@ def _lines(measured: Sequence[Span], predicted: Sequence[Span], steps: range) ->
     for (kind, label), ours in _by_label(predicted, steps).items():
         theirs = measured_spans.get((kind, label), [])
         if theirs:
-            seconds = TimePair(_median(theirs, _duration), _median(ours, _duration))
-            waited = TimePair(_median(theirs, _waited), _median(ours, _waited))
+            seconds = TimePair(*(median(span.end - span.start for span in spans) for spans in (theirs, ours)))
+            waited = TimePair(*(median(span.waited for span in spans) for spans in (theirs, ours)))
             yield SpanComparison(kind, label, len(theirs), seconds, waited)
 
 
@@ -138,15 +138,3 @@ def _by_label(spans: Iterable[Span], steps: range) -> dict[tuple[str, str], list
         if span.step in steps:
             groups[span.kind, span.label].append(span)
     return groups
-
-
-def _median(spans: Iterable[Span], value: Callable[[Span], float]) -> float:
-    return median(map(value, spans))
-
-
-def _duration(span: Span) -> float:
-    return span.end - span.start
-
-
-def _waited(span: Span) -> float:
-    return span.waited

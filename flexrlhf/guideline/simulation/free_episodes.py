@@ -163,8 +163,7 @@ def free_times(
     keeps:     whether keys and values are kept from turn to turn, so that a turn reads the reply alone
     carries:   whether it ends when nothing is left but rows whose replies are late and that have a later generation
     """
-    walk = _FreeWalk(episodes.rows, episodes.replies, lanes, slots, pace, batching, keeps, carries, episodes.scale)
-    return walk.run(episodes.resets)
+    return _FreeWalk(episodes, lanes, slots, pace, batching, keeps, carries).run()
 
 
 @dataclass
@@ -184,15 +183,13 @@ class _FreeWalk:
     context:  tokens before each row's turn
     """
 
-    rows: Sequence[EpisodeRow]
-    replies: Sequence[Sequence[float]]
+    episodes: FollowedEpisodes
     lanes: ReplyLanes
     slots: int
     pace: Pace
     batching: Batching
     keeps: bool
     carries: bool
-    scale: float
     now: float = 0.0
     steps: float = 0.0
     live: list[tuple[float, int]] = field(default_factory=list)
@@ -206,6 +203,7 @@ class _FreeWalk:
     waiting: float = 0.0
 
     def __post_init__(self) -> None:
+        self.rows, self.replies, self.scale = self.episodes.rows, self.episodes.replies, self.episodes.scale
         self.turn, self.context = [0] * len(self.rows), [row.context for row in self.rows]
         self.slots = max(1, round(self.slots / self.scale))
         # a followed row has its process for as long as all rows of the process that it stands for
@@ -213,11 +211,11 @@ class _FreeWalk:
         self.busy = [0.0] * max(1, round(real))
         self.stretch = len(self.busy) / real
 
-    def run(self, resets: Sequence[float]) -> FreeTimes:
+    def run(self) -> FreeTimes:
         """Follow all rows to their ends."""
         for row, its in enumerate(self.rows):
-            if its.begins and resets[row]:
-                self._call(row, resets[row])
+            if its.begins and self.episodes.resets[row]:
+                self._call(row, self.episodes.resets[row])
             else:
                 self.ready.append(row)
         while self.ready or self.live or self.awaited:

@@ -128,11 +128,16 @@ def costs_for(spec: Spec, profile: Path | None) -> CostSource:
                 raise
         else:
             return CostSource(AnalyticCosts(), "figures of the device classes", FROM_FIGURES)
+    check_profile(profile)
+    return _by_measurements(profile, len(cluster.devices), f"measurements in {profile}")
+
+
+def check_profile(profile: Path) -> None:
+    """Raise UserError for a file of ``flexrlhf profile`` that is not there."""
     if not profile.is_file():
         raise UserError(
             f"--profile {profile}: no such file{instead_of(profile, '.json')}; `flexrlhf profile` writes one"
         )
-    return _by_measurements(profile, len(cluster.devices), f"measurements in {profile}")
 
 
 def check_prices(spec: Spec) -> None:

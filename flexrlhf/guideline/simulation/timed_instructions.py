@@ -9,7 +9,6 @@ from typing import Literal
 
 from flexrlhf.api import Instruction, ModelName, Move, Placement, Run, Sync
 from flexrlhf.guideline.costs.cost_model import Cost
-from flexrlhf.guideline.simulation.column_writers import ColumnWriters
 from flexrlhf.guideline.simulation.episode_prices import REPLIES
 from flexrlhf.guideline.simulation.pricing import Pricer
 from flexrlhf.guideline.simulation.walk import TimedInstruction
@@ -116,3 +115,25 @@ def _timed(
         case Sync():
             return replace(plain, together=not it.is_in_place or bool(it.gathers))
     return replace(plain, together=it.kind not in (*WAYS, "release"))
+
+
+class ColumnWriters:
+    """Runs of a list of instructions, by their columns."""
+
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self._runs = {index: each for index, each in enumerate(instructions) if isinstance(each, Run)}
+        self._writers: dict[str, list[int]] = defaultdict(list)
+        for index, run in self._runs.items():
+            for column in run.operator.writes:
+                self._writers[column].append(index)
+
+    def of(self, reader: Run) -> dict[int, Run]:
+        """Return the runs whose columns ``reader`` reads, by their places in the list, in its order."""
+        columns = {*reader.operator.reads, *reader.operator.earlier}
+        places = sorted({place for column in columns for place in self._writers.get(column, ())})
+        return {place: self._runs[place] for place in places if reader.reads_from(self._runs[place])}
+
+    def last_training(self, model: ModelName) -> tuple[int, ...]:
+        """Return the place of the run that ends the training of ``model``, if one trains it."""
+        places = [i for i, run in self._runs.items() if run.model == model and run.operator.kind == "train"]
+        return tuple(places[-1:])

@@ -17,7 +17,10 @@ def usage_lines(usage: RunUsage) -> Iterator[str]:
         f"({rate(usage.response_tokens_per_second)} of responses), {rate(usage.tokens_per_device)} per {usage.unit}"
     )
     yield _flops(usage)
-    yield f"{counted(usage.steps, 'step')}: {duration_text(usage.duration)}, {hours_text(usage)}{_money(usage)}"
+    yield (
+        f"{counted(usage.steps, 'step')}: {duration_text(usage.duration)}, {amount_text(usage.device_hours)} "
+        f"{usage.unit}-hours{_money(usage)}"
+    )
 
 
 def _flops(usage: RunUsage) -> str:
@@ -32,11 +35,6 @@ def _flops(usage: RunUsage) -> str:
 def share_text(share: float) -> str:
     """Return a share in percent, in three digits."""
     return f"{100 * share:.3g}%"
-
-
-def hours_text(usage: RunUsage) -> str:
-    """Return the device hours of all steps."""
-    return f"{amount_text(usage.device_hours)} {usage.unit}-hours"
 
 
 def _money(usage: RunUsage) -> str:

@@ -105,7 +105,9 @@ class RoundTimes:
         busy = [0.0] * len(blocks)
         for visit in walk.visits:
             if not priced[visit.index].instruction.proceeds_in_background:
-                share = self._busy_share(visit.index, visit.step)
+                cost = self.cost(visit.index, visit.step)
+                # less the time in which it waits for replies of environments
+                share = 1 - cost.parts.get(REPLIES, 0.0) / cost.seconds if cost.seconds else 1.0
                 busy[visit.block] += share * max(0.0, min(last, visit.end) - max(first, visit.start))
         waited, trained = map(sum, zip(*(self.rounds[step].staleness() for step in measured), strict=True))
         return Variant(
@@ -119,11 +121,6 @@ class RoundTimes:
             training=max(self.times(measured, _trains).values(), default=0.0),
             busiest=self._busiest(busy, last - first),
         )
-
-    def _busy_share(self, index: int, step: int) -> float:
-        """Return the share of an instruction's time in which it does not wait for replies of environments."""
-        cost = self.cost(index, step)
-        return 1 - cost.parts.get(REPLIES, 0.0) / cost.seconds if cost.seconds else 1.0
 
     def _due(self, steps: int) -> Due:
         priced = self.simulation.priced
