@@ -1,12 +1,10 @@
-"""Losses of trains and mathematics of combines by the name that an operator has: the package's, or a user's.
-
-A new algorithm adds its own to ``LOSSES`` and ``COMBINES``.
-"""
+"""Losses of trains and mathematics of combines by the name that an operator has: the package's, or a user's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -16,81 +14,32 @@ from flexrlhf.config.code_loading import load_function
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch, Loss, Moments
 from flexrlhf.errors import UserError
-from flexrlhf.objectives.advantages import ppo_advantages, reinforce_advantages, remax_advantages, safe_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.objectives.episodes import episodes
-from flexrlhf.objectives.evaluation_metrics import diversity, evaluation_scores, likelihood, pair_accuracy
-from flexrlhf.objectives.group_advantages import best_of_group, group_advantages
-from flexrlhf.objectives.losses import (
-    likelihood_loss,
-    on_policy,
-    pair_loss,
-    policy_loss,
-    ptx_loss,
-    shared_loss,
-    value_loss,
-)
-from flexrlhf.objectives.parity import naming_tokens, parity
-from flexrlhf.objectives.preferences import (
-    kto_loss,
-    orpo_loss,
-    preference_accuracy,
-    preference_loss,
-    reference_point,
-    simpo_loss,
-)
-from flexrlhf.objectives.reward_shaping import weighted_scores
-from flexrlhf.objectives.surrogates import covariant_tokens, rejection, staleness
+from flexrlhf.objectives.parity import naming_tokens
+from flexrlhf.objectives.surrogates import staleness
+from flexrlhf.operators import named_functions
 from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Operator, is_own
+from flexrlhf.operators.named_functions import NamedFunction
 from flexrlhf.user_code.planning_calls import bounded_here
 
-LOSSES: dict[str, Callable[[Any], Loss]] = {
-    "kto_loss": kto_loss,
-    "likelihood_loss": likelihood_loss,
-    "on_policy_loss": lambda spec: on_policy(spec, policy_loss(spec)),
-    "on_policy_shared_loss": lambda spec: on_policy(spec, shared_loss(spec)),
-    "orpo_loss": orpo_loss,
-    "pair_loss": pair_loss,
-    "policy_loss": policy_loss,
-    "preference_loss": preference_loss,
-    "ptx": ptx_loss,
-    "shared_loss": shared_loss,
-    "simpo_loss": simpo_loss,
-    "value_loss": value_loss,
-}
+
+def _loaded(functions: Mapping[str, NamedFunction]) -> dict[str, Callable[..., Any]]:
+    modules = {name: import_module(f"{__package__}.{each.module}") for name, each in functions.items()}
+    return {name: getattr(modules[name], each.attribute or name) for name, each in functions.items()}
+
+
+LOSSES: dict[str, Callable[[Any], Loss]] = _loaded(named_functions.LOSSES)
 """Function name → settings of the algorithm → loss."""
 Combine = Callable[[Any, Batch, CombineContext], tuple[Columns, Moments]]
 """(settings, rows of this rank, context) → columns that it writes, statistics of this rank's rows."""
-COMBINES: dict[str, Combine] = {
-    "ppo_advantages": ppo_advantages,
-    "group_advantages": group_advantages,
-    "best_of_group": best_of_group,
-    "covariant_tokens": covariant_tokens,
-    "rejection": rejection,
-    "reinforce_advantages": reinforce_advantages,
-    "remax_advantages": remax_advantages,
-    "safe_advantages": safe_advantages,
-    "reference_point": reference_point,
-    "likelihood": likelihood,
-    "pair_accuracy": pair_accuracy,
-    "preference_accuracy": preference_accuracy,
-    "diversity": diversity,
-    "episodes": episodes,
-    "held_out_scores": evaluation_scores,
-    "parity": parity,
-    "reward": weighted_scores,
-    "cost": weighted_scores,
-}
+COMBINES: dict[str, Combine] = _loaded(named_functions.COMBINES)
 
 
 def settings_of(function: str, spec: Spec) -> Any:
     """Return the section of the YAML that a combine reads: the algorithm's, unless it has one of its own."""
-    others: dict[str, object] = {
-        **{"parity": spec.rollout, "reward": spec.reward, "cost": spec.cost},
-        **{"held_out_scores": spec.eval, "episodes": spec.environment},
-    }
-    return others.get(function, spec.algorithm)
+    named = named_functions.COMBINES.get(function)
+    return spec.algorithm if named is None else getattr(spec, named.section)
 
 
 def make_loss(function: str, algorithm: AlgorithmSpec) -> Loss:

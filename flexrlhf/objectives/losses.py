@@ -138,6 +138,16 @@ def on_policy(spec: PolicySpec, loss: Loss) -> Loss:
     return replace(loss, function=function, statistics=loss.statistics + (("kl", "kl_token") if reports else ()))
 
 
+def on_policy_loss(spec: PolicySpec) -> Loss:
+    """Return the policy loss for the only pass of a step."""
+    return on_policy(spec, policy_loss(spec))
+
+
+def on_policy_shared_loss(spec: AcShareSpec) -> Loss:
+    """Return the loss of policy and values for the only pass of a step."""
+    return on_policy(spec, shared_loss(spec))
+
+
 def value_loss(spec: PpoSpec) -> Loss:
     """Return the value loss: half the squared error, the larger of plain and clipped (OpenAI Baselines' PPO2)."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal, get_args
 
 from flexrlhf.operators.columns import TEXT, Column, Qualifier, Quantity, plain
+from flexrlhf.operators.named_functions import COMBINES, LOSSES
 
 CallKind = Literal["generate", "forward", "train"]
 """Kind of a model's call."""
@@ -18,18 +18,6 @@ TrainPart = Literal["loss", "backward", "step"]
 OperatorKind = GraphKind | TrainPart
 Needs = Literal["prompts", "responses", "pairs"]
 """Responses that an algorithm needs with each prompt: none, one, or a chosen and a rejected one."""
-LOSSES: Mapping[str, bool] = {
-    **dict.fromkeys(("likelihood_loss", "policy_loss", "shared_loss", "value_loss", "ptx"), False),
-    **dict.fromkeys(("on_policy_loss", "on_policy_shared_loss"), False),
-    **dict.fromkeys(("kto_loss", "orpo_loss", "pair_loss", "preference_loss", "simpo_loss"), True),
-}
-"""Loss in ``objectives/functions.py`` → whether it compares the chosen and the rejected response to a prompt."""
-COMBINES = frozenset(
-    ("best_of_group", "covariant_tokens", "cost", "diversity", "episodes", "group_advantages", "held_out_scores")
-    + ("likelihood", "pair_accuracy", "parity", "ppo_advantages", "preference_accuracy", "reference_point")
-    + ("reinforce_advantages", "rejection", "remax_advantages", "reward", "safe_advantages")
-)
-"""Combines there."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +33,7 @@ class Operator:
     role:         the role whose model computes it, or on whose ranks it runs.
     reads:        columns that it reads.
     writes:       columns that it writes; none for a train and for statistics.
-    function:     the mathematics of a combine, the loss of a train (objectives/functions.py), the section of the YAML
+    function:     the mathematics of a combine, the loss of a train (named_functions.py), the section of the YAML
                   with the sources of a score, or with the environment that replies to a generate, or the role that
                   a retokenize encodes for.
     quantities:   outputs of the model that the loss of a train reads.
@@ -153,7 +141,9 @@ class Operator:
         """
         if self.kind not in ("train", *get_args(TrainPart)):
             return bool(self.compares)
-        return LOSSES.get(self.function, is_own(self.function)) if self.compares is None else self.compares
+        if self.compares is not None:
+            return self.compares
+        return LOSSES[self.function].compares if self.function in LOSSES else is_own(self.function)
 
     @property
     def is_rare(self) -> bool:
@@ -269,7 +259,8 @@ class Graph:
     @property
     def evaluation_metrics(self) -> tuple[str, ...]:
         """Names of the metrics that evaluations report."""
-        return tuple(name for operator in self.evaluation for name in EVALUATION_METRICS.get(operator.function, ()))
+        combines = (COMBINES[each.function] for each in self.evaluation if each.function in COMBINES)
+        return tuple(name for combine in combines for name in combine.metrics)
 
     def sharing(self, role: str, owner: str) -> Graph:
         """Return the graph with the operators of ``role`` on ``owner``'s weights without adapters; ``role`` has no
@@ -343,15 +334,3 @@ TAKE_PROMPTS = Operator(
 WHOLE_RESPONSES = "whole_responses"
 """Function of a combine, which writes the rows whose responses have all ended."""
 DIVERSITY = Operator("diversity", "combine", "actor", ("tokens", "response_mask"), function="diversity")
-EVALUATION_METRICS: Mapping[str, tuple[str, ...]] = {
-    "likelihood": ("eval_nll",),
-    "pair_accuracy": ("eval_accuracy",),
-    "preference_accuracy": ("eval_accuracy", "eval_preference_margin"),
-    "episodes": ("eval_turns_mean", "eval_episode_failed"),
-    "diversity": ("eval_distinct_2", "eval_response_length"),
-    "held_out_scores": (
-        *("eval_reward_mean", "eval_reward_std", "eval_pass_at_1", "eval_pass_at_k"),
-        *("eval_truncated", "eval_score_invalid"),
-    ),
-}
-"""Function of a combine → the metrics of evaluations that follow from its statistics."""

@@ -18,7 +18,8 @@ from flexrlhf.config.model_settings import Head, ModelsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import COLUMNS, Column, plain
-from flexrlhf.operators.graph import COMBINES, LOSSES, Graph, Operator
+from flexrlhf.operators.graph import Graph, Operator
+from flexrlhf.operators.named_functions import COMBINES, LOSSES
 from flexrlhf.plan.score_sources import with_retokenized, with_sources
 from flexrlhf.user_code.planning_calls import bounded_here
 

@@ -14,12 +14,11 @@ from typing import Literal
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.graph import Graph, Operator, is_own
+from flexrlhf.operators.named_functions import LOSSES
 
 COLUMN, REFERENCE = "logprobs", "ref_logprobs"
 COMPARED = "computed_logprobs"
 """Log-probs of whole sequences in the first step, to compare with the ones of generation."""
-ON_POLICY = {"policy_loss": "on_policy_loss", "shared_loss": "on_policy_shared_loss"}
-"""Loss → the same with the log-probs of its own pass as the ones of the policy that the step starts from."""
 LogprobPass = Literal["forward", "generation", "training"]
 """Pass that ``logprobs`` come from; forward: one of their own."""
 
@@ -126,7 +125,8 @@ def _on_policy(operator: Operator) -> Operator:
         return operator
     unread = {COLUMN} if operator.kind == "train" else {COLUMN, REFERENCE}
     reads = tuple(name for name in operator.reads if name not in unread)
-    return replace(operator, reads=reads, function=ON_POLICY.get(operator.function, operator.function))
+    function = LOSSES[operator.function].on_policy if operator.function in LOSSES else ""
+    return replace(operator, reads=reads, function=function or operator.function)
 
 
 def also_writing(operators: Iterable[Operator], column: str) -> tuple[Operator, ...]:

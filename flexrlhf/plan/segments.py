@@ -15,6 +15,7 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column, plain
 from flexrlhf.operators.graph import GENERATE, WHOLE_RESPONSES, Graph, Operator, is_own
+from flexrlhf.operators.named_functions import COMBINES
 
 _RECOMPUTED = ("attention_mask",)
 """Columns of a generate without replies that follow from the carried ones."""
@@ -60,7 +61,8 @@ def _joining(generates: Sequence[Operator]) -> Operator:
 def _reading(operator: Operator, spec: Spec) -> Operator:
     """Return an operator that computes for the rows that the step trains on."""
     operator, carried = replace(operator, reads=(*operator.reads, Column.PRESENT)), spec.algorithm.group_columns
-    if spec.rollout.groups == "as-ended" and operator.function in ("group_advantages", "reinforce_advantages"):
+    function = COMBINES.get(operator.function)
+    if spec.rollout.groups == "as-ended" and function is not None and function.compares_ended:
         return replace(operator, writes=(*operator.writes, *carried), carries=carried)
     return operator
 

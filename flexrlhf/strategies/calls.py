@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.operators.columns import Qualifier
-from flexrlhf.operators.graph import LOSSES, Graph, Operator, TrainPart, is_own
+from flexrlhf.operators.graph import Graph, Operator, TrainPart, is_own
+from flexrlhf.operators.named_functions import LOSSES
 from flexrlhf.placement.layout import BatchShape, common_range
 from flexrlhf.placement.placement import Placement
 from flexrlhf.placement.protocols import PromptParts, TransferProtocol

@@ -17,8 +17,8 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.errors import UserError
-from flexrlhf.imports.shell_words import bash_parser
 from flexrlhf.imports.settings import flat
+from flexrlhf.imports.shell_words import bash_parser
 from flexrlhf.imports.translate import translated
 from flexrlhf.imports.translation import Translation
 from flexrlhf.plan.pipeline import make_plan

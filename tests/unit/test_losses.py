@@ -24,8 +24,7 @@ from flexrlhf.objectives.functions import COMBINES, LOSSES
 from flexrlhf.objectives.kl_penalty import kl_estimate, kl_penalty
 from flexrlhf.objectives.losses import aggregate
 from flexrlhf.objectives.surrogates import importance_weights
-from flexrlhf.operators.graph import LOSSES as COMPARES
-from flexrlhf.plan.old_logprobs import ON_POLICY as ON_POLICY_LOSSES
+from flexrlhf.operators.named_functions import LOSSES as NAMED_LOSSES
 
 AGGREGATIONS: tuple[LossAggregation, ...] = get_args(LossAggregation)
 
@@ -164,7 +163,7 @@ def assert_adds_up(case: Case) -> tuple[float, Tensor, Moments]:
 def test_losses_of_single_rows_add_up_unless_they_compare_two(name: str) -> None:
     """A pass may have one response of a group for all losses but pairwise ones."""
     case, rows = case_of(name, "token-mean"), [slice(row, row + 1) for row in range(16)]
-    if COMPARES[name]:
+    if NAMED_LOSSES[name].compares:
         with pytest.raises(RuntimeError):
             case.contributions(rows)
         return
@@ -199,7 +198,7 @@ ON_POLICY = [
 @pytest.mark.parametrize(("name", "settings"), ON_POLICY)
 def test_the_only_pass_of_a_step_has_the_loss_of_its_own_log_probs(name: str, settings: dict[str, Any]) -> None:
     """To the last bit that of a forward pass before it: contribution, gradient and statistics."""
-    plain, alone = (case_of(each, "token-mean", **settings) for each in (name, ON_POLICY_LOSSES[name]))
+    plain, alone = (case_of(each, "token-mean", **settings) for each in (name, NAMED_LOSSES[name].on_policy))
     sampled = plain.quantity + 0.1 * plain.batch["logprobs"]
     before = plain.batch.with_columns({"logprobs": plain.quantity, "rollout_logprobs": sampled})
     without = {name: values for name, values in before.columns.items() if name != "logprobs"}

@@ -12,10 +12,9 @@ from small_runs import TINY, plan_of
 
 from flexrlhf.config.algorithms import ALGORITHMS, Algorithm, AnyAlgorithm
 from flexrlhf.errors import UserError
-from flexrlhf.objectives.functions import COMBINES as COMBINE_FUNCTIONS
-from flexrlhf.objectives.functions import LOSSES as LOSS_FUNCTIONS
 from flexrlhf.operators.columns import TEXT
-from flexrlhf.operators.graph import COMBINES, LOSSES, Operator
+from flexrlhf.operators.graph import Operator
+from flexrlhf.operators.named_functions import LOSSES
 from flexrlhf.user_code import planning_calls
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "cautious_rewards.py"
@@ -36,11 +35,6 @@ def written(tmp_path: Path, text: str) -> Path:
         + textwrap.indent(textwrap.dedent(text).strip() + "\n", "    ")
     )
     return file
-
-
-def test_names_of_functions_are_those_that_there_are() -> None:
-    assert set(LOSS_FUNCTIONS) == set(LOSSES)
-    assert set(COMBINE_FUNCTIONS) == COMBINES
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 from flexrlhf.config.algorithms.base import LossAggregation, SampledSpec
 from flexrlhf.config.algorithms.policy_sections import CovarianceSpec, KlSpec, OverlongSpec, PtxSpec, Truncation
 from flexrlhf.operators.columns import TEXT, Qualifier, Quantity, qualified
-from flexrlhf.operators.graph import COMBINES, DIVERSITY, GENERATE, Graph, Operator, after
+from flexrlhf.operators.graph import DIVERSITY, GENERATE, Graph, Operator, after
+from flexrlhf.operators.named_functions import COMBINES
 
 SCORES = Operator("scores", "forward", "reward", TEXT, ("scores",))
 EVALUATION_SCORES = Operator(
