@@ -45,9 +45,9 @@ class MlflowSpec(StrictModel):
     def _has_no_secret(cls, value: str | None) -> str | None:
         if value is not None and secrets_in(value):
             raise ValueError(
-                "tracking_uri: a user or password in an address would be written to config.yaml; set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment, or "
-                "give the name of a variable, such as ${MLFLOW_PASSWORD}"
+                "a user or password in an address would be written to config.yaml; set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment, or give the name of a variable, "
+                "such as ${MLFLOW_PASSWORD}"
             )
         if value is not None and value.startswith(("http://", "https://")) and not has_port(value):
             raise ValueError(f"no such port, use 1 to 65535, found {shown(without_secrets(value))}")

@@ -113,6 +113,8 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
         del parts[2]
     if parts[:1] in (["reward"], ["cost"]):
         parts[2:3] = [part for part in parts[2:3] if part not in KINDS]
+    if parts[:1] == ["loggers"]:
+        parts[2:3] = [part for part in parts[2:3] if part not in Plugin.of_group("loggers")]
     return ".".join(str(part) for part in parts if part not in _class_names() and not _INTERNAL.match(str(part)))
 
 

@@ -126,7 +126,7 @@ BAD = [
     (
         "port of a logger",
         ("--set", "loggers=[{name: mlflow, tracking_uri: 'http://a:0'}]"),
-        ("loggers.0.mlflow.tracking_uri: no such port, use 1 to 65535, found 'http://a:0'"),
+        ("loggers.0.tracking_uri: no such port, use 1 to 65535, found 'http://a:0'"),
     ),
     (
         "rotary embeddings",

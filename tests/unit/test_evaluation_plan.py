@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from small_runs import TINY, plan_of
 
 from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.spec import Spec
-from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.inputs import longest_lengths
 from flexrlhf.guideline.simulation.pricing import Pricer
@@ -245,29 +243,6 @@ def test_the_best_models_are_saved_behind_the_evaluation() -> None:
     ]
     plain = [x for x in plan_of(None, 2, HELD_OUT).schedule.instructions if isinstance(x, Save)]
     assert [replace(x, best=None) for x in closing if isinstance(x, Save) and x.best is None] == plain
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "sentence"),
-    [
-        ("sft", {"samples_per_prompt": 2}, "eval.samples_per_prompt: the evaluation set of sft has its responses"),
-        ("reward", {"samples_per_prompt": 2}, "eval.samples_per_prompt: the evaluation set of reward has its"),
-        ("reward", {"pass_score": 0.5}, "eval.pass_score: evaluations of reward score no responses; remove it"),
-        ("sft", {"pass_at": 1}, "eval.pass_at: evaluations of sft score no responses; remove it"),
-    ],
-)
-def test_settings_without_use_are_refused(name: str, settings: dict[str, Any], sentence: str) -> None:
-    role = "reward" if name == "reward" else "actor"
-    raw = {
-        "name": "run",
-        "algorithm": {"name": name},
-        "models": {role: {"init": TINY}},
-        "data": {"path": "rows.jsonl"},
-        "eval": {"path": "held_out.jsonl", **settings},
-    }
-    with pytest.raises(UserError) as error:
-        make_plan(Spec.parse(raw))
-    assert str(error.value).startswith(sentence)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, SimpoSpec
-from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch, Outputs, Totals
-from flexrlhf.errors import UserError
 from flexrlhf.metrics import METRICS
 from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES
@@ -162,17 +160,3 @@ def test_a_reference_point_is_of_the_mini_batch_on_all_ranks() -> None:
         return reference_points(kto_batch(slice(2 * rank, 2 * rank + 2)), [slice(0, 2)], port)
 
     assert on_replicas(2, work) == [pytest.approx([float(RATIOS.mean())] * 2)] * 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"name": "dpo", "loss": "ipo", "label_smoothing": 0.1}, "ipo needs none"),
-        ({"name": "dpo", "loss": "robust"}, "robust needs label_smoothing"),
-        ({"name": "kto", "prompts_per_step": 7, "num_mini_batches": 4}, "use at least 8"),
-        ({"name": "simpo", "loss": "ipo"}, "loss"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        Spec.parse({"name": "x", "algorithm": settings}, "x.yaml")

@@ -265,22 +265,6 @@ def test_counts_are_named_as_the_peer_counts() -> None:
     assert (str(WarmUp(share=0.03)), str(WarmUp(steps=10))) == ("3% of the optimizer steps", "10 training steps")
 
 
-@pytest.mark.parametrize(
-    "written",
-    [{"prompts_per_step": "many"}, {"epochs": 0}, {"samples_per_prompt": None}, {"kl": 3}, {"num_mini_batches": []}],
-)
-def test_what_is_wrong_is_named_as_without_a_preset(written: dict[str, Any]) -> None:
-    with pytest.raises(UserError) as caught:
-        Spec.parse(raw_of("openrlhf", "ppo", **written), "a")
-    assert str(caught.value).startswith(f"a: algorithm.{next(iter(written))}: "), caught.value
-
-
-@pytest.mark.parametrize("like", [["verl"], {"a": 1}, 3, "verk"])
-def test_a_preset_that_does_not_exist_is_refused(like: Any) -> None:
-    with pytest.raises(UserError, match="a: algorithm.like: expected one of 'verl'"):
-        Spec.parse(raw_of(like, "ppo"), "a")
-
-
 def test_a_plan_prints_what_is_set_what_is_written_and_what_differs() -> None:
     lines = preset_lines(Spec.parse(raw_of("openrlhf", "rloo", prompts_per_step=64, kl={"coefficient": 0.2}), "a"))
     text = "\n".join(lines)

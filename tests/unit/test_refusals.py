@@ -35,22 +35,30 @@ def check_form(sentence: str) -> None:
     """All sentences begin with the key, which exists or is called unknown, and are one line and one sentence."""
     assert "\n" not in sentence
     assert not re.search(r"\. [A-Z]", sentence)
-    key, colon, _ = sentence.partition(": ")
-    assert sentence.startswith("unknown key ") or (colon and is_setting(key)), f"{key} is no setting"
+    key = re.match(r"[\w.-]+", sentence)
+    assert sentence.startswith("unknown key ") or (key is not None and is_setting(key[0])), "it begins with no key"
 
 
 def is_setting(key: str) -> bool:
     """Whether a key names a setting, settings in one, or part of a setting that is a mapping of the user's own."""
-    given = key.split(".")
+    given = tuple(part for part in key.split(".") if not part.isdigit())
     return any(
         all(part == name or CHOSEN.fullmatch(name) for part, name in zip(given, known, strict=False))
         for known in setting_keys()
+        if len(given) <= len(known) or not is_section(known)
     )
 
 
 @cache
+def is_section(key: tuple[str, ...]) -> bool:
+    return any(len(known) > len(key) and known[: len(key)] == key for known in setting_keys())
+
+
+@cache
 def setting_keys() -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(each.key(row).split(".")) for each in setting_sections() for row in each.rows)
+    """Return the keys of all settings, part by part, with the names that the settings of an algorithm are listed by."""
+    keys = (each.key(row) for each in setting_sections() for row in each.rows)
+    return ("algorithm", "name"), *(tuple(key.split(".")) for key in keys)
 
 
 def test_no_two_rows_are_of_one_run() -> None:

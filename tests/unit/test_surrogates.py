@@ -13,9 +13,7 @@ from torch import Tensor
 from flexrlhf.config.algorithms.base import ImportanceSpec, RejectionSpec
 from flexrlhf.config.algorithms.grpo import GspoSpec
 from flexrlhf.config.algorithms.ppo import PpoSpec
-from flexrlhf.config.spec import Spec
 from flexrlhf.engines.base import Batch, Outputs, Totals
-from flexrlhf.errors import UserError
 from flexrlhf.metrics import METRICS
 from flexrlhf.objectives.context import CombineContext
 from flexrlhf.objectives.functions import COMBINES, LOSSES
@@ -320,18 +318,3 @@ def test_what_writes_the_last_mask_reads_the_versions_of_tokens() -> None:
         "kept_mask",
         "no token is staler than 2, so algorithm.importance.max_staleness 2 keeps all",
     )
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"surrogate": "cispo", "ratio": "sequence"}, "use ratio: token"),
-        ({"surrogate": "kl-cov", "dual_clip": 3.0}, "use null, or surrogate: clip"),
-        ({"covariance": {"lower": 2.0, "upper": 1.0}}, "lower 2 is not below upper 1"),
-        ({"importance": {"floor": 0.5}}, "floor 0.5 goes with outside: mask"),
-        ({"importance": {"reject": {"lower": 1.5}}}, "lower"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        Spec.parse({"name": "x", "algorithm": {"name": "ppo", **settings}}, "x.yaml")
