@@ -110,7 +110,7 @@ def _cells(best: FeasibleCandidate) -> list[str]:
 
 def _placed(model: PlacedModel) -> str:
     layout, settings = model.layout, model.settings
-    degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "ZeRO": settings.zero}
+    degrees = {"tp": layout.dims.tp, "cp": layout.dims.cp, "ep": layout.dims.ep, "ZeRO": settings.zero}
     shown = " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > (name != "ZeRO"))
     return f"{'vLLM' if model.rollout is not None else 'actor'} on {len(model.ranks)}: {shown or 'replicas'}"
 

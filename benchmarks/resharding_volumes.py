@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec, Spec
 from flexrlhf.data.quickstart.corpus import build_tokenizer
@@ -82,9 +83,9 @@ def stored_twice(training: Layout, generation: Layout, is_once: bool) -> Fractio
 
     is_once:  whether weights in common are stored once.
     """
-    by_torch = training.pp == 1
+    by_torch = training.dims.pp == 1
     settings = ModelSpec(engine="torch" if by_torch else "megatron")
-    rollout = RolloutSpec(engine="torch" if generation.pp == 1 else "vllm")
+    rollout = RolloutSpec(engine="torch" if generation.dims.pp == 1 else "vllm")
     actor = PlacedModel(ModelName("actor"), training, True, settings)
     copy = PlacedModel(
         ModelName("actor.rollout"), generation, False, ModelSpec(engine=rollout.engine), rollout, is_hybrid=True
@@ -102,13 +103,13 @@ def stored_twice(training: Layout, generation: Layout, is_once: bool) -> Fractio
 
 def row(p: int, t: int, d: int, p_g: int, t_g: int) -> str:
     """Return a row of the table: planned share and formula of each system."""
-    training = Layout(tuple(range(p * t * d)), t, p)
+    training = Layout(tuple(range(p * t * d)), ParallelDims(t, p))
     everything, trained = holdings(Layout(training.ranks)), holdings(training)
     planned = (
         received(holdings(Layout(training.ranks), "deepspeed", 3), everything),
         received(trained, everything),
-        received(trained, holdings(generation_layout(training, t_g, p_g))),
-        received(trained, holdings(Layout(training.ranks, t_g, p_g))),
+        received(trained, holdings(generation_layout(training, ParallelDims(t_g, p_g)))),
+        received(trained, holdings(Layout(training.ranks, ParallelDims(t_g, p_g)))),
     )
     formulas = (
         Fraction(t * p * d - 1, t * p * d),
@@ -121,8 +122,8 @@ def row(p: int, t: int, d: int, p_g: int, t_g: int) -> str:
 
 def memory_row(p: int, t: int, d: int, p_g: int, t_g: int) -> str:
     """Return a row of the table of memory while a rank generates: weights that it generates with, and others."""
-    training = Layout(tuple(range(p * t * d)), t, p)
-    generation = generation_layout(training, t_g, p_g)
+    training = Layout(tuple(range(p * t * d)), ParallelDims(t, p))
+    generation = generation_layout(training, ParallelDims(t_g, p_g))
     planned = (stored_twice(training, generation, is_once) for is_once in (False, True))
     part = Fraction(1, t_g * p_g)
     found = ((1, Fraction(1, t * p * d)), (1, Fraction(1, t * p)), (part, 0), *((part, other) for other in planned))

@@ -27,6 +27,7 @@ from torch import Tensor
 from flexrlhf.comm.sync import SyncChannel, WeightMover
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import Groups, World, open_world
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec, SyncSpec
 from flexrlhf.placement.groups import Group
@@ -56,7 +57,7 @@ def wait(work: Any, ranks: tuple[int, ...]) -> None:
 def placed(name: str, ranks: tuple[int, ...], rollout: bool = False, **settings: Any) -> PlacedModel:
     model = ModelSpec(init=MODEL, **settings)
     spec = RolloutSpec(engine="vllm", tp=model.tp) if rollout else None
-    return PlacedModel(ModelName(name), Layout(ranks, tp=model.tp), name == "actor", model, spec)
+    return PlacedModel(ModelName(name), Layout(ranks, ParallelDims(tp=model.tp)), name == "actor", model, spec)
 
 
 PAIRS = {

@@ -190,11 +190,11 @@ class Moves:
         facts = EngineFacts.of(model.get("engine", "torch"))
         yield "zero", facts.zero
         yield "tp", POWERS[:4]
-        if facts.pp:
+        if "pp" in facts.axes:
             yield "pp", POWERS[:5]
-        if facts.cp:
+        if "cp" in facts.axes:
             yield "cp", POWERS[:4]
-        if facts.ep and any(key in model.get("init", {}) for key in EXPERTS):
+        if "ep" in facts.axes and any(key in model.get("init", {}) for key in EXPERTS):
             yield "ep", POWERS
         if facts.node:
             yield "shard", ("all", "node")
@@ -270,9 +270,9 @@ def broad(moves: Moves, start: Raw, rollout: str | None, is_open: bool) -> Raw:
         facts = EngineFacts.of(engine)
         own: Raw = {"zero": rng.choice((3, 3, 2)) if 3 in facts.zero else max(facts.zero), "tp": degrees["tp"]}
         own |= {"micro_batch_tokens": rng.choice((1, 2)) * moves.row, "engine": engine}
-        own |= {"cp": degrees["cp"]} if facts.cp else {}
+        own |= {"cp": degrees["cp"]} if "cp" in facts.axes else {}
         own |= {"tiled_mlp": switches["tiled_mlp"]} if facts.transformers_modules else {}
-        own |= {"pp": rng.choice(POWERS[:4])} if facts.pp else {}
+        own |= {"pp": rng.choice(POWERS[:4])} if "pp" in facts.axes else {}
         if facts.offload:
             own |= {"offload_optimizer": True, "offload_parameters": switches["offload_parameters"]}
         if role in moves.graph.trained:

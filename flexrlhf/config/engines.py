@@ -50,11 +50,8 @@ class EngineFacts:
     zero:               ZeRO stages.
     least_16_bit_zero:  first ZeRO stage at which it trains weights of 16 bits.
     node:               whether it can shard over the ranks of one node.
-    tp:                 whether its ranks can share the tensors of a layer (tensor parallelism).
+    axes:               axes along which its ranks can share a model (``config/axes.py``).
     searches_tp:        whether advice tries tensor parallelism: published steps, which costs are fitted to, have it.
-    pp:                 whether it has pipeline stages.
-    cp:                 whether its ranks can share the tokens of a row (context parallelism).
-    ep:                 whether its ranks can share the experts of a layer (expert parallelism).
     routers:            whether it records and replays the experts of tokens.
     offload:            whether it can keep the optimizer's state or the parameters in host memory while it computes.
     config:             whether ``models.*.config`` passes settings on to its library.
@@ -110,11 +107,8 @@ class EngineFacts:
     zero: tuple[int, ...] = (0,)
     least_16_bit_zero: int = 0
     node: bool = False
-    tp: bool = True
+    axes: frozenset[str] = frozenset({"tp"})
     searches_tp: bool = True
-    pp: bool = False
-    cp: bool = False
-    ep: bool = False
     routers: bool = False
     offload: bool = False
     config: bool = False
@@ -227,8 +221,7 @@ TORCH = EngineFacts(
     constructor="flexrlhf.engines.torch.engine:TorchEngine",
     zero=(0, 2, 3),
     node=True,
-    cp=True,
-    ep=True,
+    axes=frozenset({"tp", "cp", "ep"}),
     routers=True,
     transformers_modules=True,
     splits=MappingProxyType({2: "rows", 3: "rows"}),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from flexrlhf.config.axes import AXES, ParallelDims
 from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_names import FoundModel
 from flexrlhf.config.strict_model import StrictModel, optional_fields
@@ -140,6 +141,8 @@ class ModelSpec(StrictModel):
         *OF_ROUTERS,
     )
     """Settings of ``models.all`` that a role which is not trained does not take."""
+    OF_ONE_ENGINE: ClassVar[dict[str, int]] = {axis.name: 1 for axis in AXES if not axis.is_shared}
+    """Degrees of a copy that another engine computes, unless its own settings differ."""
     PASS_SETTINGS: ClassVar[tuple[str, ...]] = ("micro_batch_tokens", "pack_texts", "share_prompts", "tiled_mlp")
     """Settings by which passes are composed; of a reference that has none, the actor's."""
 
@@ -281,6 +284,16 @@ class ModelSpec(StrictModel):
         return EngineFacts.of(self.engine)
 
     @property
+    def dims(self) -> ParallelDims:
+        """Its degree of each axis."""
+        return ParallelDims.of_settings(self)
+
+    @property
+    def crossing_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks, by its settings, need not share a node."""
+        return tuple(each.name for each in AXES if any(getattr(self, key) == value for key, value in each.crosses_with))
+
+    @property
     def item_bytes(self) -> int:
         """Bytes of one number of its dtype."""
         return DTYPE_BYTES[self.dtype]
@@ -344,7 +357,7 @@ class ModelSpec(StrictModel):
         is_other = own.get("engine", self.engine) != self.engine
         if is_other:
             dropped |= {"config": {}, "tiled_mlp": False, "shard": own.get("shard", "all")}
-            dropped |= {name: own.get(name, 1) for name in ("pp", "cp", "ep")}
+            dropped |= {name: own.get(name, degree) for name, degree in self.OF_ONE_ENGINE.items()}
         if is_other or own.get("zero", self.zero) != 3:
             dropped["offload_parameters"] = False
         return self.model_copy(update={**own, **dropped})
@@ -355,7 +368,7 @@ class ModelSpec(StrictModel):
         return self.lora is not None and self.lora.new is False
 
 
-LAYOUT_SETTINGS = ("engine", "zero", "shard", "tp", "pp", "cp", "ep")
+LAYOUT_SETTINGS = ("engine", "zero", "shard", *ParallelDims._fields)
 """Settings by which a model lies on its ranks."""
 _OfShadow: Any = optional_fields(ModelSpec, *LAYOUT_SETTINGS, "dtype", "micro_batch_tokens", "generate_tokens")
 

@@ -7,7 +7,7 @@ found, the one that it needs and the nearest that work, the last of them also as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
@@ -64,12 +64,14 @@ class Values:
 
     listed:    the values; nothing where a function returns them.
     excepted:  whether all values but these are meant.
+    are_items: whether collections are meant that have all of these.
     function:  returns the values.
     subjects:  whose values it takes.
     """
 
     listed: tuple[object, ...] = ()
     excepted: bool = False
+    are_items: bool = False
     function: Callable[..., Iterable[object]] | None = None
     subjects: tuple[str, ...] = ()
 
@@ -80,12 +82,19 @@ class Values:
     def have(self, found: object, get: Callable[[str], Any]) -> bool:
         """Return whether ``found`` is meant."""
         listed = self.listed if self.function is None else self.those_of(get)
+        if self.are_items:
+            return isinstance(found, Collection) and all(item in found for item in listed)
         return (found in listed) is not self.excepted
 
 
 def but(*values: object) -> Values:
     """Return all values but these."""
     return Values(values, excepted=True)
+
+
+def with_item(item: object) -> Values:
+    """Return the collections that have ``item``."""
+    return Values((item,), are_items=True)
 
 
 def made_by(function: Callable[..., Iterable[object]], *subjects: str) -> Values:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, StrictBool, ValidationError, model_validator
 
 from flexrlhf.config.algorithms import Algorithm, with_preset
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, check_positive
 from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.environment_settings import EnvironmentSpec
@@ -125,6 +126,8 @@ class RolloutSpec(StrictModel):
     OFFLOADS_GRAPHS: ClassVar = "sleep_mode_offload_cudagraph"
     """Argument of vLLM by which its CUDA graphs leave the device, too, while it sleeps. By itself it keeps them there.
     """
+    AXES: ClassVar[tuple[str, ...]] = ("tp", "pp")
+    """Axes of parallelism that an engine may have."""
     OF_ALL: ClassVar[tuple[str, ...]] = (
         *("engine", "logprobs", "segment_tokens", "max_segments", "groups", "caches", "order", "late_replies"),
         "special_tokens",
@@ -222,6 +225,11 @@ class RolloutSpec(StrictModel):
         ParitySpec(),
         description="null: the engine is not compared with the trainer (torch too; transformers with sync.dtype)",
     )
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Its degree of each axis."""
+        return ParallelDims.of_settings(self)
 
     @model_validator(mode="after")
     def _segments_have_tokens(self) -> Self:

@@ -288,7 +288,7 @@ class EngineContext:
         group = None if stages is None else stages.stages.group
         if group is not None and self.device.type == "cuda" and dist.get_backend(group) == "gloo":
             why = "debug.backend is gloo" if self.switches.backend == "gloo" else "several ranks share a GPU here"
-            raise UserError(f"{self.placed.key('pp')}: {self.placed.layout.pp} stages need NCCL, but {why}; use 1")
+            raise UserError(f"{self.placed.key('pp')}: {self.placed.layout.dims.pp} stages need NCCL, but {why}; use 1")
 
     def await_device(self) -> None:
         """Wait, with a deadline that names ranks of the model, until the device has done what it was given.

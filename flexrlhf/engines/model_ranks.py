@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, Wait
+from flexrlhf.config.axes import OF_COPIES
 from flexrlhf.placement.groups import GroupPurpose
 from flexrlhf.placement.placed import PlacedModel
 
@@ -41,14 +43,14 @@ class ShardRanks:
 
 
 @dataclass(frozen=True)
-class ContextRanks:
-    """Ranks of a model whose rows are split over context-parallel ranks.
+class CopyRanks:
+    """Ranks of a model whose replicas have several copies of the weights.
 
-    parts:    ranks that have the other parts of the tokens of the same rows.
+    along:    axis → ranks of the replica that have the other copies along it, such as parts of the same rows (``cp``).
     weights:  ranks that have the same part of the model, with any rows: these and the data-parallel ones.
     """
 
-    parts: RankGroup
+    along: Mapping[str, RankGroup]
     weights: RankGroup
 
 
@@ -73,7 +75,7 @@ class ModelRanks:
     alone:    process group of this rank alone, for a library that requires one; None where the plan has none.
     stages:   groups of an engine with pipeline stages.
     in_node:  groups of a model that is sharded in each node; None: it is sharded over all, or not at all.
-    cp:       groups of a model with context-parallel ranks; None: a rank computes all tokens of its rows.
+    copies:   groups of a model with several copies of the weights in a replica; None: there is one.
     experts:  groups of a model with expert-parallel ranks; None: a rank has all experts.
     """
 
@@ -82,7 +84,7 @@ class ModelRanks:
     alone: dist.ProcessGroup | None = None
     stages: StageRanks | None = None
     in_node: ShardRanks | None = None
-    cp: ContextRanks | None = None
+    copies: CopyRanks | None = None
     experts: ExpertRanks | None = None
 
     @classmethod
@@ -90,46 +92,46 @@ class ModelRanks:
         """Return the ranks of ``model`` as ``rank``, one of them, is grouped with them. ``groups``: of the run."""
         layout = model.layout
 
-        def ranks_of(purpose: GroupPurpose, ranks: tuple[int, ...]) -> RankGroup:
+        def ranks_of(purpose: str, ranks: tuple[int, ...]) -> RankGroup:
             return RankGroup(groups.get(f"{purpose} {model.name}", ranks), ranks, wait)
 
-        pipeline = layout.pp_set(rank)
+        pipeline = layout.along("pp", rank)
         replica = ranks_of(GroupPurpose.of_replica(layout), layout.replica_sets[layout.replica(rank)])
-        in_node = cp = experts = None
+        in_node = copies = experts = None
         if model.is_sharded_in_nodes:
             in_node = ShardRanks(
                 shards=ranks_of(GroupPurpose.SHARD, model.shard_set(rank)),
                 copies=ranks_of(GroupPurpose.COPIES, model.copy_set(rank)),
             )
-        if layout.cp > 1:
-            cp = ContextRanks(
-                parts=ranks_of(GroupPurpose.CP, layout.cp_set(rank)),
+        if several := layout.dims.several(OF_COPIES):
+            copies = CopyRanks(
+                along={axis.name: ranks_of(axis.name, layout.along(axis.name, rank)) for axis in several},
                 weights=ranks_of(GroupPurpose.WEIGHTS, layout.of_weights.dp_set(rank)),
             )
-        if layout.ep > 1:
+        if layout.dims.expert_parts > 1:
             experts = ExpertRanks(
-                parts=ranks_of(GroupPurpose.EXPERTS, layout.ep_set(rank)),
+                parts=ranks_of(GroupPurpose.EXPERTS, layout.along("ep", rank)),
                 same=ranks_of(GroupPurpose.SAME_EXPERTS, model.expert_copy_set(rank)),
             )
         return cls(
             dp=ranks_of(GroupPurpose.COMPUTE, layout.dp_set(rank)),
-            tp=ranks_of(GroupPurpose.TP, next(ranks for ranks in layout.tp_sets if rank in ranks)),
+            tp=ranks_of("tp", layout.along("tp", rank)),
             alone=groups.alone(rank),
             stages=StageRanks(
-                stages=ranks_of(GroupPurpose.PP, pipeline),
+                stages=ranks_of("pp", pipeline),
                 ends=ranks_of(*GroupPurpose.of_ends(pipeline)),
                 replica=replica,
                 model=ranks_of(GroupPurpose.of_all(layout), layout.ranks) if model.facts.model_group else replica,
             ),
             in_node=in_node,
-            cp=cp,
+            copies=copies,
             experts=experts,
         )
 
     @property
     def same_part(self) -> RankGroup:
         """Ranks that have the same part of the model, over which gradients are summed."""
-        return self.dp if self.cp is None else self.cp.weights
+        return self.dp if self.copies is None else self.copies.weights
 
     @property
     def replica(self) -> RankGroup:

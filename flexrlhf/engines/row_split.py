@@ -31,9 +31,10 @@ class RowSplit:
     @classmethod
     def of(cls, context: EngineContext, config: Any) -> RowSplit | None:
         """Return the split of rows over the context-parallel ranks of a model; None if it has one alone."""
-        if context.ranks.cp is None:
+        copies = context.ranks.copies
+        if copies is None or "cp" not in copies.along:
             return None
-        ranks = context.ranks.cp.parts
+        ranks = copies.along["cp"]
         assert ranks.group is not None, "context-parallel ranks are several"
         return cls(ranks, dist.get_rank(ranks.group), context.placed.settings.is_ring(config.num_attention_heads))
 

@@ -101,7 +101,7 @@ def work(
 def needs_one_queue(orders: Sequence[RunOrder], rank: int) -> bool:
     """Return whether the GPU of ``rank`` needs one hardware queue, which all runs of a process then have."""
     models = (model for plan in make_plans([each.spec for each in orders]) for model in plan.placement.on_rank(rank))
-    return any(model.facts.one_queue and model.layout.tp > 1 for model in models)
+    return any(model.facts.one_queue and model.layout.dims.tp > 1 for model in models)
 
 
 def _orders_of_first(orders: Sequence[RunOrder], world: World, seconds: float) -> Sequence[RunOrder]:

@@ -114,7 +114,7 @@ class _Calls:
         return SlimTimes(
             layers=model.layers,
             trained=_trained_bytes(loaded, context.rank.world.rank),
-            summed=loaded.placed.layout.tp > 1,
+            summed=loaded.placed.layout.dims.tp > 1,
             dp=loaded.placed.num_shards,
             passes=passes,
             forward=points("forward", tokens),

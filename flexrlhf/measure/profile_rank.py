@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from flexrlhf.api import Layout, PlacedModel, Plan, Spec, make_plan, process_directory, read_yaml
+from flexrlhf.api import Layout, ParallelDims, PlacedModel, Plan, Spec, make_plan, process_directory, read_yaml
 from flexrlhf.api.engine import DTYPES, BareRank, LoadedModel, joined_rank
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
 from flexrlhf.measure.layer_calls import SlimModel, measure_embedding, measure_slim
@@ -144,8 +144,8 @@ class PlanProfiler:
 
     def _one_replica(self, model: PlacedModel) -> PlacedModel:
         """Return ``model`` without the other replicas than this rank's."""
-        ranks = next(each for each in model.layout.tp_sets if self._world.rank in each)
-        return replace(model, layout=Layout(ranks, model.layout.tp))
+        ranks = model.layout.along("tp", self._world.rank)
+        return replace(model, layout=Layout(ranks, ParallelDims(tp=len(ranks))))
 
     def measurements(self, models: tuple[ModelTimes, ...]) -> Measurements:
         """Return ``models`` with the measurements of everything else: contention, communication, host memory, files."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.memory.activations import Blocks
 from flexrlhf.placement.layout import Layout
@@ -174,7 +175,7 @@ def trained_units(model: PlacedModel, shape: ModelShape, rank: int) -> Units:
 
 
 def _stage(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
-    return shape.of_stage(model.layout.stage(rank), model.layout.pp)
+    return shape.of_stage(model.layout.index("pp", rank), model.layout.dims.pp)
 
 
 def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
@@ -182,17 +183,17 @@ def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
     layout, is_scalar = model.layout, model.head == "scalar"
     if model.facts.fused_layers:
         parameters = with_fused_layers(parameters)
-    return _units_of(model.engine, layout.tp, layout.ep, is_scalar, parameters, layout.tp_index(rank))
+    return _units_of(model.engine, layout.dims.tp, layout.dims.ep, is_scalar, parameters, layout.index("tp", rank))
 
 
 def _turned(model: PlacedModel, parameters: Parameters, rank: int) -> int:
     """Return the elements of ``Units.turned``."""
-    layout, shards = model.layout, model.num_shards // model.layout.ep
+    layout, shards = model.layout, model.num_shards // model.layout.dims.ep
     experts = () if model.split != "rows" or shards == 1 else _experts(parameters)
     if not experts:
         return 0
-    place = layout.tp_index(rank) + layout.tp * (layout.of_weights.replica(rank) % layout.ep)
-    return _turned_of(model.engine, layout.tp, layout.ep, experts, place, shards)
+    place = layout.index("tp", rank) + layout.dims.tp * (layout.of_weights.replica(rank) % layout.dims.ep)
+    return _turned_of(model.engine, layout.dims.tp, layout.dims.ep, experts, place, shards)
 
 
 @lru_cache(maxsize=1024)
@@ -239,7 +240,7 @@ def _units_of(engine: str, tp: int, ep: int, is_scalar: bool, parameters: Parame
 
 def _plain(engine: str, tp: int, ep: int) -> PlacedModel:
     """Return a model of so many tensor-parallel and expert-parallel ranks with the settings that an engine has."""
-    layout = Layout(tuple(range(tp * ep)), tp, ep=ep)
+    layout = Layout(tuple(range(tp * ep)), ParallelDims(tp, ep=ep))
     return PlacedModel(ModelName(""), layout, trained=False, settings=_plain_settings(engine))
 
 

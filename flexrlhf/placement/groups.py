@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from flexrlhf.config.axes import OF_COPIES, OF_PARTS, OF_REPLICA
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import PlacedModel
 
+Purposes = Iterator[tuple[str, tuple[int, ...]]]
+"""Purposes of groups, and their ranks."""
+
 
 class GroupPurpose(StrEnum):
-    """Purposes of the groups of an engine's ranks; a group's own is followed by the name of the placed model.
+    """Purposes of the groups of an engine's ranks; a group's own is followed by the name of the placed model. Those of
+    ranks along an axis of parallelism are called as the axis: cp, tp, pp.
 
     COMPUTE:                data-parallel ranks.
-    CP, TP, PP:             context-parallel ranks, tensor-parallel ranks, a pipeline.
     WEIGHTS:                data-parallel and context-parallel ranks together.
     EXPERTS, SAME_EXPERTS:  ranks that have different experts of a layer, and those that have the same.
     SHARD, COPIES:          of data-parallel ranks those that store different parts, and those that store the same one.
@@ -22,9 +27,6 @@ class GroupPurpose(StrEnum):
     """
 
     COMPUTE = "compute"
-    CP = "cp"
-    TP = "tp"
-    PP = "pp"
     WEIGHTS = "weights"
     EXPERTS = "experts"
     SAME_EXPERTS = "same experts"
@@ -35,23 +37,22 @@ class GroupPurpose(StrEnum):
     MODEL = "model"
 
     @classmethod
-    def of_replica(cls, layout: Layout) -> GroupPurpose:
+    def of_replica(cls, layout: Layout) -> str:
         """Return the purpose of the group of a replica's ranks."""
-        degrees = {cls.TP: layout.tp, cls.CP: layout.cp, cls.PP: layout.pp}
-        several = [purpose for purpose, degree in degrees.items() if degree > 1] or [cls.TP]
-        return several[0] if len(several) == 1 else cls.REPLICA
+        several = layout.dims.several(OF_REPLICA) or OF_PARTS[:1]
+        return several[0].name if len(several) == 1 else cls.REPLICA
 
     @classmethod
-    def of_all(cls, layout: Layout) -> GroupPurpose:
+    def of_all(cls, layout: Layout) -> str:
         """Return the purpose of the group of all ranks of an engine with pipeline stages."""
         if layout.dp == 1:
             return cls.of_replica(layout)
-        return cls.COMPUTE if layout.width == layout.pp == 1 else cls.MODEL
+        return cls.COMPUTE if layout.dims.replica == 1 else cls.MODEL
 
     @classmethod
-    def of_ends(cls, pipeline: tuple[int, ...]) -> tuple[GroupPurpose, tuple[int, ...]]:
+    def of_ends(cls, pipeline: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
         """Return the purpose of the group of the first and the last rank of a pipeline, and these ranks."""
-        return (cls.PP, pipeline) if len(pipeline) < 3 else (cls.ENDS, (pipeline[0], pipeline[-1]))
+        return ("pp", pipeline) if len(pipeline) < 3 else (cls.ENDS, (pipeline[0], pipeline[-1]))
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,13 @@ class Group:
         """Return the groups of an engine: data-parallel, context-parallel, tensor-parallel, pipelines, and those that a
         library requires."""
         layout = model.layout
-        pipelines = tuple(dict.fromkeys(map(layout.pp_set, model.ranks)))
-        purposes: list[tuple[GroupPurpose, tuple[int, ...]]] = [
+        purposes: list[tuple[str, tuple[int, ...]]] = [
             *((GroupPurpose.COMPUTE, ranks) for ranks in dict.fromkeys(map(layout.dp_set, model.ranks))),
-            *_context_purposes(layout),
+            *_copies_purposes(layout),
             *_expert_purposes(model),
             *_shard_purposes(model),
-            *((GroupPurpose.TP, ranks) for ranks in layout.tp_sets),
-            *((GroupPurpose.PP, ranks) for ranks in pipelines),
-            *(GroupPurpose.of_ends(ranks) for ranks in pipelines),
+            *((axis.name, ranks) for axis in OF_PARTS for ranks in layout.sets(axis.name)),
+            *(GroupPurpose.of_ends(ranks) for ranks in layout.sets("pp")),
             *((GroupPurpose.of_replica(layout), ranks) for ranks in layout.replica_sets),
         ]
         if model.facts.model_group:
@@ -113,42 +112,40 @@ class Group:
         return groups
 
 
-def _is_inside(model: PlacedModel, purpose: GroupPurpose, ranks: tuple[int, ...]) -> bool:
+def _is_inside(model: PlacedModel, purpose: str, ranks: tuple[int, ...]) -> bool:
     """Whether messages of a group travel inside layers, and FSDP2 shards over the same ranks."""
     return (
-        purpose in (GroupPurpose.CP, GroupPurpose.EXPERTS)
+        purpose in (GroupPurpose.EXPERTS, *(axis.name for axis in OF_COPIES))
         and model.split == "rows"
         and ranks == model.shard_set(ranks[0])
     )
 
 
-def _context_purposes(layout: Layout) -> list[tuple[GroupPurpose, tuple[int, ...]]]:
-    """Return the groups of context-parallel ranks, and of the ranks that sum gradients."""
-    if layout.cp == 1:
-        return []
-    return [(GroupPurpose.CP, ranks) for ranks in dict.fromkeys(map(layout.cp_set, layout.ranks))] + [
-        (GroupPurpose.WEIGHTS, ranks) for ranks in dict.fromkeys(map(layout.of_weights.dp_set, layout.ranks))
-    ]
+def _copies_purposes(layout: Layout) -> Purposes:
+    """Yield the groups of a replica's ranks with a copy of the weights each, and of the ranks that sum gradients."""
+    several = layout.dims.several(OF_COPIES)
+    for axis in several:
+        yield from ((axis.name, ranks) for ranks in layout.sets(axis.name))
+    for ranks in dict.fromkeys(map(layout.of_weights.dp_set, layout.ranks)) if several else ():
+        yield GroupPurpose.WEIGHTS, ranks
 
 
-def _expert_purposes(model: PlacedModel) -> list[tuple[GroupPurpose, tuple[int, ...]]]:
-    """Return the groups of expert-parallel ranks: ranks with different experts, ranks with the same."""
-    if model.layout.ep == 1:
-        return []
-    return [(GroupPurpose.EXPERTS, ranks) for ranks in dict.fromkeys(map(model.layout.ep_set, model.ranks))] + [
-        (GroupPurpose.SAME_EXPERTS, ranks) for ranks in dict.fromkeys(map(model.expert_copy_set, model.ranks))
-    ]
+def _expert_purposes(model: PlacedModel) -> Purposes:
+    """Yield the groups of expert-parallel ranks: ranks with different experts, ranks with the same."""
+    if model.layout.dims.expert_parts > 1:
+        yield from ((GroupPurpose.EXPERTS, ranks) for ranks in model.layout.sets("ep"))
+        same = dict.fromkeys(map(model.expert_copy_set, model.ranks))
+        yield from ((GroupPurpose.SAME_EXPERTS, ranks) for ranks in same)
 
 
-def _shard_purposes(model: PlacedModel) -> list[tuple[GroupPurpose, tuple[int, ...]]]:
-    """Return the groups of a model with several copies of its shards: ranks that gather, ranks that store the same."""
-    if not model.is_sharded_in_nodes:
-        return []
-    return [(GroupPurpose.SHARD, ranks) for ranks in dict.fromkeys(map(model.shard_set, model.ranks))] + [
-        (GroupPurpose.COPIES, ranks) for ranks in dict.fromkeys(map(model.copy_set, model.ranks))
-    ]
+def _shard_purposes(model: PlacedModel) -> Purposes:
+    """Yield the groups of a model with several copies of its shards: ranks that gather, ranks that store the same."""
+    if model.is_sharded_in_nodes:
+        yield from ((GroupPurpose.SHARD, ranks) for ranks in dict.fromkeys(map(model.shard_set, model.ranks)))
+        yield from ((GroupPurpose.COPIES, ranks) for ranks in dict.fromkeys(map(model.copy_set, model.ranks)))
 
 
 def needs_group_of_one(model: PlacedModel) -> bool:
     """Whether each rank alone stores its experts, of a model whose other weights are sharded."""
-    return model.layout.ep > 1 and model.split != "whole" and model.num_shards == model.layout.ep
+    parts = model.layout.dims.expert_parts
+    return parts > 1 and model.split != "whole" and model.num_shards == parts

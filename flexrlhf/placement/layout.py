@@ -19,34 +19,33 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Self, TypeVar
 
+from flexrlhf.config.axes import INNER, OF_COPIES, OF_EXPERTS, OF_PARTS, OF_REPLICA, OUTER, ParallelDims
 from flexrlhf.config.spec import Spec
 from flexrlhf.placement.protocols import TransferProtocol
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``dp * cp * tp * pp`` ranks: tp fastest, then cp, dp, pp (Megatron's order). Ranks of a replica compute the same
-    rows.
+    """Ranks of a placed model, which form replicas and along axes (``dims``) share the work on each.
+
+    Neighbours differ along the first inner axis, then along the others, then by replica, then along the outer axes:
+    tp, cp, dp, pp (Megatron's order). Ranks of a replica compute the same rows. Expert-parallel ranks are neighbouring
+    copies of the weights, each of which stores a part of the experts.
 
     row_shares:  relative share of rows of each replica; empty: equal.
     protocol:    function of a user's own that splits the prompts of a mini-batch over replicas; None: by the shares.
-    cp:          context-parallel ranks, each of which computes a part of the tokens of every row.
-    ep:          expert-parallel ranks: neighbouring copies of the weights, each of which stores a part of the experts.
     """
 
     ranks: tuple[int, ...]
-    tp: int = 1
-    pp: int = 1
+    dims: ParallelDims = ParallelDims()
     row_shares: tuple[Fraction, ...] = ()
     protocol: TransferProtocol | None = None
-    cp: int = 1
-    ep: int = 1
 
     def __post_init__(self) -> None:
-        assert len(self.ranks) % (self.width * self.pp) == 0, (
-            f"{len(self.ranks)} ranks, tp {self.tp}, cp {self.cp}, pp {self.pp}"
-        )
-        assert self.dp * self.cp % self.ep == 0, f"ep {self.ep} of {self.dp * self.cp} copies"
+        dims = self.dims
+        assert len(self.ranks) % dims.replica == 0, f"{len(self.ranks)} ranks, {dims.text()}"
+        copies = len(self.ranks) // dims.parts
+        assert copies % dims.expert_parts == 0, f"{dims.text()} of {copies} copies"
         assert not self.row_shares or len(self.row_shares) == self.dp, f"{self.row_shares} for dp {self.dp}"
 
     def __hash__(self) -> int:
@@ -55,52 +54,83 @@ class Layout:
     @cached_property
     def _hash(self) -> int:
         """Hash, computed once: layouts are keys of many tables, and may have ten thousand ranks."""
-        return hash((self.ranks, self.tp, self.pp, self.row_shares, self.protocol, self.cp, self.ep))
+        return hash((self.ranks, self.dims, self.row_shares, self.protocol))
 
     @cached_property
     def places(self) -> dict[int, int]:
         """Position of each rank in ``ranks``."""
         return {rank: place for place, rank in enumerate(self.ranks)}
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Ranks of a replica in each stage."""
-        return self.cp * self.tp
+        return self.dims.width
 
     @cached_property
     def dp(self) -> int:
         """Number of replicas."""
-        return len(self.ranks) // (self.width * self.pp)
+        return len(self.ranks) // self.dims.replica
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Number of replicas and degrees of a replica's axes that are above 1, as texts name them."""
+        several = {axis.name: self.dims.of(axis) for axis in self.dims.several(OF_REPLICA)}
+        return {"dp": self.dp, **several} if self.dp > 1 else several
 
     @cached_property
     def of_weights(self) -> Layout:
-        """Layout of the weights, for which the context-parallel ranks are further replicas."""
-        return self if self.cp == 1 else Layout(self.ranks, self.tp, self.pp, ep=self.ep)
+        """Layout of the weights, for which ranks with parts of rows are further replicas."""
+        return self if self.dims.row_parts == 1 else Layout(self.ranks, self.dims.without(OF_COPIES))
 
     def replica(self, rank: int) -> int:
         """Return the number of the replica that ``rank`` belongs to."""
         return self.places[rank] // self.width % self.dp
 
-    def tp_index(self, rank: int) -> int:
-        """Return the number of the tensor-parallel part on ``rank``."""
-        return self.places[rank] % self.tp
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        """Name of an axis → places from one of its ranks to the next, and its degree."""
+        dims, spans, step = self.dims, dict[str, tuple[int, int]](), 1
+        for axis in INNER:
+            spans[axis.name] = step, dims.of(axis)
+            step *= dims.of(axis)
+        step *= self.dp
+        for axis in OUTER:
+            spans[axis.name] = step, dims.of(axis)
+            step *= dims.of(axis)
+        step = dims.without(OF_COPIES).width
+        for axis in OF_EXPERTS:
+            spans[axis.name] = step, dims.of(axis)
+            step *= dims.of(axis)
+        return spans
 
-    def cp_index(self, rank: int) -> int:
-        """Return the number of the part of every row on ``rank``."""
-        return self.places[rank] // self.tp % self.cp
+    def index(self, axis: str, rank: int) -> int:
+        """Return the number of the part of ``axis`` that ``rank`` has."""
+        step, degree = self._spans[axis]
+        return self.places[rank] // step % degree
 
-    def stage(self, rank: int) -> int:
-        """Return the number of the pipeline stage on ``rank``."""
-        return self.places[rank] // (self.width * self.dp)
+    def along(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks with the other parts of ``axis``, which have all else as ``rank`` has, and ``rank``."""
+        step, degree = self._spans[axis]
+        place = self.places[rank]
+        first = place - place // step % degree * step
+        return self.ranks[first : first + degree * step : step]
+
+    def sets(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks ``along`` an axis, in the order of their first ranks."""
+        return tuple(dict.fromkeys(self.along(axis, rank) for rank in self.ranks))
+
+    @cached_property
+    def _part_spans(self) -> tuple[tuple[int, int], ...]:
+        return tuple(self._spans[axis.name] for axis in OF_PARTS)
+
+    def part(self, rank: int) -> tuple[int, ...]:
+        """Return the number of the part of the weights on ``rank``, along each axis that splits a copy of them."""
+        place = self.places[rank]
+        return tuple(place // step % degree for step, degree in self._part_spans)
 
     def is_first_of_replica(self, rank: int) -> bool:
         """Whether ``rank`` is the one of its replica that acts for all of them, such as to write rows."""
-        return self.tp_index(rank) == self.cp_index(rank) == self.stage(rank) == 0
-
-    @property
-    def tp_sets(self) -> tuple[tuple[int, ...], ...]:
-        """Tensor-parallel groups: ranks that share one replica's tensors."""
-        return tuple(self.ranks[i : i + self.tp] for i in range(0, len(self.ranks), self.tp))
+        return not any(self.index(axis.name, rank) for axis in OF_REPLICA)
 
     @cached_property
     def replica_sets(self) -> tuple[tuple[int, ...], ...]:
@@ -116,23 +146,8 @@ class Layout:
     def dp_set(self, rank: int) -> tuple[int, ...]:
         """Return the data-parallel group of ``rank``: the ranks at the same position in every replica."""
         width = self.width * self.dp
-        start = self.stage(rank) * width
+        start = self.places[rank] // width * width
         return self.ranks[start + self.places[rank] % self.width : start + width : self.width]
-
-    def cp_set(self, rank: int) -> tuple[int, ...]:
-        """Return the context-parallel group of ``rank``: the ranks that have the other parts of its rows."""
-        start = self.places[rank] // self.width * self.width
-        return self.ranks[start + self.tp_index(rank) : start + self.width : self.tp]
-
-    def ep_set(self, rank: int) -> tuple[int, ...]:
-        """Return the expert-parallel group of ``rank``: the ranks that have the other experts of its layers."""
-        copies, own = self.of_weights.dp_set(rank), self.of_weights.replica(rank) // self.ep * self.ep
-        return copies[own : own + self.ep]
-
-    def pp_set(self, rank: int) -> tuple[int, ...]:
-        """Return the pipeline of ``rank``: the ranks at the same position in every stage of its replica."""
-        width = self.width * self.dp
-        return self.ranks[self.places[rank] % width :: width]
 
     @cached_property
     def bounds(self) -> tuple[Fraction, ...]:
@@ -399,34 +414,35 @@ class BatchShape:
         return self.rows(tuple(prompts))[:: self.sequences]
 
 
-def generation_layout(training: Layout, tp: int, pp: int = 1) -> Layout:
-    """Return the layout of generation with ``tp`` x ``pp`` ranks a replica on the ranks of ``training``.
+def generation_layout(training: Layout, dims: ParallelDims) -> Layout:
+    """Return the layout of generation with the degrees ``dims`` of tp and pp on the ranks of ``training``.
 
     The part of the weights that a rank generates with contains the part that it trains: generation groups take one
-    rank of every ``training.tp / tp``. Raises ValueError if no such order exists.
+    rank of every ``training.dims.tp / tp``. Raises ValueError if no such order exists.
     """
-    training = training.of_weights
-    if training.tp % tp or training.pp % pp:
+    training, tp, pp = training.of_weights, dims.tp, dims.pp
+    trained = training.dims
+    if trained.tp % tp or trained.pp % pp:
         raise ValueError(
-            f"generation with tp {tp} and pp {pp} keeps no training part whole: they must divide tp {training.tp} and "
-            f"pp {training.pp} of training"
+            f"generation with tp {tp} and pp {pp} keeps no training part whole: they must divide tp {trained.tp} and "
+            f"pp {trained.pp} of training"
         )
-    merged_tp, merged_pp = training.tp // tp, training.pp // pp
+    merged_tp, merged_pp = trained.tp // tp, trained.pp // pp
     replicas = training.dp * merged_tp * merged_pp
     ranks = [-1] * len(training.ranks)
     for rank in training.ranks:
-        stage, index = training.stage(rank), training.tp_index(rank)
+        stage, index = training.index("pp", rank), training.index("tp", rank)
         replica = (training.replica(rank) * merged_pp + stage % merged_pp) * merged_tp + index % merged_tp
         ranks[(stage // merged_pp * replicas + replica) * tp + index // merged_tp] = rank
-    return Layout(tuple(ranks), tp, pp)
+    return Layout(tuple(ranks), dims)
 
 
-def received_share(training: Layout, tp: int, pp: int = 1) -> Fraction:
+def received_share(training: Layout, dims: ParallelDims) -> Fraction:
     """Return the share of all weights that a rank receives for generation in that order: HybridFlow, table 2.
 
     (t p - t_g p_g) / (t_g p_g t p), with t, p of training and t_g, p_g of generation.
     """
-    trained, generating = training.tp * training.pp, tp * pp
+    trained, generating = training.dims.parts, dims.parts
     return Fraction(trained - generating, generating * trained)
 
 

@@ -124,13 +124,14 @@ def _way(
 ) -> _Way:
     model, section = _model_of(operator.role, spec), f"placement.operators.{operator.name}"
     if _is_of_rollout(operator, roles):
-        rollout = spec.rollout.model_copy(update={"tp": entry.tp or spec.rollout.tp, "pp": entry.pp or spec.rollout.pp})
-        layout = make_layout(operator.name, section, entry, ranks, Degrees.of_rollout(rollout), cluster)
+        own = {name: degree for name in RolloutSpec.AXES if (degree := getattr(entry, name)) is not None}
+        rollout = spec.rollout.model_copy(update=own)
+        layout = make_layout(operator.name, section, entry, ranks, Degrees.of(rollout), cluster)
         settings = rollout_settings(model, layout, spec.model_copy(update={"rollout": rollout}))
         return _Way(layout, settings, rollout, entry.shadow)
     model = model.of_shadow if entry.shadow else model
     is_other = entry.engine not in (None, model.engine)
-    dropped = {"config": {}, "pp": 1, "cp": 1, "shard": "all"} if is_other else {}
+    dropped = {"config": {}, "shard": "all", **ModelSpec.OF_ONE_ENGINE} if is_other else {}
     settings = model.model_copy(update={**dropped, **entry.settings})
     layout = make_layout(operator.name, section, entry, ranks, Degrees.of(settings), cluster)
     return _Way(layout, settings, None, entry.shadow)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Self
 
+from flexrlhf.config.axes import INNER, OF_EXPERTS, OF_PARTS, OUTER, Axis, ParallelDims
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementEntry, PlacementMap
 from flexrlhf.config.spec import RolloutSpec, Spec
@@ -43,16 +44,16 @@ def _rollout_on_trained_ranks(trained: PlacedModel, spec: Spec, roles: Roles, cl
     """
     entry = PlacementEntry(ranks=trained.ranks)
     rollout, layout = spec.rollout, trained.layout
-    if (rollout.tp, rollout.pp, 1) == (layout.tp, layout.pp, layout.cp) and layout.row_shares:
+    if rollout.dims == layout.dims.without(OF_EXPERTS) and layout.row_shares:
         entry = entry.model_copy(update={"row_shares": layout.row_shares})
     model = _placed(ModelName.rollout_of(trained.role), entry, trained.ranks, spec, roles, cluster)
     if rollout.is_hybrid and rollout.sleep:
         # adapters alone would be sent, and the weights that they do not change would be lost
         model = replace(model, is_hybrid=trained.settings.lora is None)
-    own = model.layout
-    if layout.tp % own.tp or layout.pp % own.pp or own.row_shares:
+    dims = model.layout.dims
+    if any(layout.dims.of(axis) % dims.of(axis) for axis in OF_PARTS) or model.layout.row_shares:
         return model
-    return replace(model, layout=generation_layout(layout, own.tp, own.pp))
+    return replace(model, layout=generation_layout(layout, dims))
 
 
 def _entries(spec: Spec, roles: Roles, can_shadow: bool) -> PlacementMap:
@@ -120,7 +121,7 @@ def _placed(
 ) -> PlacedModel:
     model = spec.models.of(name.role) or ModelSpec()
     if name.is_rollout:
-        layout = make_layout(name, "rollout", entry, ranks, Degrees.of_rollout(spec.rollout), cluster)
+        layout = make_layout(name, "rollout", entry, ranks, Degrees.of(spec.rollout), cluster)
         settings = cluster.settings_on(rollout_settings(model, layout, spec), model.fallback_dtype, ranks)
         return PlacedModel(name, layout, False, settings, spec.rollout)
     settings = cluster.settings_on(model.of_shadow if name.is_shadow else model, model.fallback_dtype, ranks)
@@ -131,73 +132,54 @@ def _placed(
 
 @dataclass(frozen=True)
 class Degrees:
-    """Degrees of a replica.
+    """Degrees of a placed model, and where its ranks may lie.
 
-    tp:           tensor-parallel ranks.
-    pp:           pipeline stages.
-    cp:           context-parallel ranks.
-    ep:           expert-parallel ranks, which are replicas or context-parallel.
-    crosses:      whether context-parallel ranks may be on several nodes.
-    whole_nodes:  whether tensor-parallel ranks may be all ranks of several nodes.
+    dims:         degree of each axis.
+    crossing:     axes whose ranks may be on several nodes, though such ranks usually share one.
+    whole_nodes:  whether the ranks of an axis may be all ranks of several nodes.
     """
 
-    tp: int
-    pp: int
-    cp: int = 1
-    crosses: bool = False
-    ep: int = 1
+    dims: ParallelDims
+    crossing: tuple[str, ...] = ()
     whole_nodes: bool = False
 
     @classmethod
-    def of_rollout(cls, rollout: RolloutSpec) -> Self:
-        """Return the degrees of a rollout engine."""
-        return cls(rollout.tp, rollout.pp, whole_nodes=True)
-
-    @classmethod
-    def of(cls, settings: ModelSpec) -> Self:
-        """Return the degrees of a model's settings: of ring attention, which says so, ranks may be anywhere."""
-        return cls(settings.tp, settings.pp, settings.cp, settings.context_parallel == "ring", settings.ep)
+    def of(cls, settings: ModelSpec | RolloutSpec) -> Self:
+        """Return the degrees of a model's settings, or of a rollout engine."""
+        if isinstance(settings, RolloutSpec):
+            return cls(settings.dims, whole_nodes=True)
+        return cls(settings.dims, settings.crossing_axes)
 
     def check(self, name: str, section: str, ranks: tuple[int, ...], cluster: Cluster) -> None:
         """Raise UserError for degrees that do not divide the ranks, and for ranks of a replica that would exchange
         activations between nodes, whose links are slow.
         """
-        size, tp, pp, cp, whole = len(ranks), self.tp, self.pp, self.cp, self.whole_nodes
-        if size % pp:
-            stages = either(n for n in range(1, size + 1) if size % n == 0)
-            raise SettingError.of(section, "pp", f"{pp} does not divide the {size} devices of {name}; use {stages}")
-        if size % (tp * pp) == 0 and _stays_on_node(ranks, tp, cluster, whole):
-            fits = [n for n in range(1, size + 1) if size % (n * tp * pp) == 0]
-            if cp not in fits:
-                raise SettingError.of(
-                    section,
-                    "cp",
-                    f"{cp} does not divide the {size // (tp * pp)} copies of {name} on its {size} devices; "
-                    f"use {either(fits)}",
-                )
-            if cp > 1 and not self.crosses and not _stays_on_node(ranks, cp * tp, cluster):
-                stay = [n for n in fits if _stays_on_node(ranks, n * tp, cluster)]
-                raise SettingError.of(
-                    section,
-                    "cp",
-                    f"{cp} ranks of {name} would lie on two nodes; use {either(stay)}, or context_parallel ring",
-                )
-            copies, ep = size // (tp * pp), self.ep
-            if copies % ep:
-                divisors = [n for n in range(1, copies + 1) if copies % n == 0]
-                raise SettingError.of(
-                    section,
-                    "ep",
-                    f"{ep} does not divide the {copies} copies of {name} on its {size} devices; use {either(divisors)}",
-                )
-            return
-        works = [n for n in range(1, size + 1) if size % (n * pp) == 0 and _stays_on_node(ranks, n, cluster, whole)]
-        if size % (tp * pp):
-            stages = f" in {pp} pipeline stages" if pp > 1 else ""
-            raise SettingError.of(
-                section, "tp", f"{tp} does not divide the {size} devices of {name}{stages}; use {either(works)}"
-            )
-        raise SettingError.of(section, "tp", f"{tp} ranks of {name} would lie on two nodes; use {either(works)}")
+        size, dims, outer, inner = len(ranks), self.dims, ParallelDims(), ParallelDims()
+        for axis in (*OUTER, *INNER, *OF_EXPERTS):
+            degree, neighbours = dims.of(axis), inner.replica
+            left = size // (outer.replica * (neighbours if axis.is_in_replica else inner.parts))
+            fits = (n for n in range(1, left + 1) if left % n == 0)
+            works = (n for n in fits if self._is_near(axis, n, neighbours, ranks, cluster))
+            if left % degree:
+                of = f"{left} copies of {name} on its {size} devices"
+                if axis.has_parts:
+                    of = f"{size} devices of {name}" + "".join(
+                        f" in {outer.of(each)} {each.words}" for each in outer.several()
+                    )
+                raise SettingError.of(section, axis.name, f"{degree} does not divide the {of}; use {either(works)}")
+            if not self._is_near(axis, degree, neighbours, ranks, cluster):
+                use = either(works) + "".join(f", or {setting} {value}" for setting, value in axis.crosses_with)
+                raise SettingError.of(section, axis.name, f"{degree} ranks of {name} would lie on two nodes; use {use}")
+            if axis.is_outer:
+                outer = outer._replace(**{axis.name: degree})
+            elif axis.is_in_replica:
+                inner = inner._replace(**{axis.name: degree})
+
+    def _is_near(self, axis: Axis, degree: int, neighbours: int, ranks: tuple[int, ...], cluster: Cluster) -> bool:
+        """Whether ``degree`` ranks along ``axis`` may lie as they do; ``neighbours``: ranks from one to the next."""
+        if degree == 1 or not axis.near or axis.name in self.crossing:
+            return True
+        return _stays_on_node(ranks, degree * neighbours, cluster, self.whole_nodes)
 
 
 def make_layout(
@@ -209,7 +191,7 @@ def make_layout(
     """
     ranks = tuple(sorted(written))
     degrees.check(name, section, ranks, cluster)
-    layout = Layout(ranks, degrees.tp, degrees.pp, cp=degrees.cp, ep=degrees.ep)
+    layout = Layout(ranks, degrees.dims)
     shares = entry.row_shares
     if shares is None:
         # a replica is as fast as its slowest rank

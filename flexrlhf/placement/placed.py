@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, Self, TypeVar
 
+from flexrlhf.config.axes import OF_EXPERTS, OF_PARTS
 from flexrlhf.config.engines import TORCH, EngineFacts, Split
 from flexrlhf.config.model_settings import DTYPE_BYTES, Dtype, Head, LoraSpec, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import OperatorPlacement
@@ -129,12 +130,12 @@ class PlacedModel:
     @property
     def in_lockstep(self) -> bool:
         """Whether its ranks call it equally often: in every pass they gather weights, or send tokens to experts."""
-        return self.split != "whole" or self.layout.ep > 1
+        return self.split != "whole" or self.layout.dims.expert_parts > 1
 
     @property
     def shares_passes(self) -> bool:
         """Whether ranks compute passes together: in lockstep, or each a part of every pass."""
-        return self.in_lockstep or self.layout.cp > 1 or self.layout.tp > 1
+        return self.in_lockstep or self.layout.width > 1
 
     @property
     def keeps_slots(self) -> bool:
@@ -159,14 +160,15 @@ class PlacedModel:
 
     def expert_copy_set(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that have the same experts as ``rank``, of those that together store all weights."""
-        layout, number = self.layout.of_weights, self.num_shards if self.split != "whole" else self.layout.of_weights.dp
+        layout = self.layout.of_weights
+        number, parts = self.num_shards if self.split != "whole" else layout.dp, layout.dims.expert_parts
         first = layout.replica(rank) // number * number
-        return layout.dp_set(rank)[first : first + number][layout.replica(rank) % layout.ep :: layout.ep]
+        return layout.dp_set(rank)[first : first + number][layout.replica(rank) % parts :: parts]
 
     @property
     def gather_sets(self) -> tuple[tuple[int, ...], ...]:
         """Smallest sets of ranks that together store all weights."""
-        replicas, number = self.layout.of_weights.replica_sets, max(self.num_shards, self.layout.ep)
+        replicas, number = self.layout.of_weights.replica_sets, max(self.num_shards, self.layout.dims.expert_parts)
         if number == len(replicas):
             return (self.ranks,)
         return tuple(sum(replicas[first : first + number], ()) for first in range(0, len(replicas), number))
@@ -221,9 +223,8 @@ class PlacedModel:
     @property
     def computing_text(self) -> str:
         """Engine, and sharding and dtype if they are not the default."""
-        settings, layout = self.settings, self.layout
-        degrees = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
-        shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        settings = self.settings
+        shown = [f"{name} {degree}" for name, degree in self.layout.degrees.items()]
         shown += [f"zero {self.zero_text}"] if settings.zero else []
         shown += [settings.dtype] if settings.dtype != "float32" else []
         shown += ["lora"] if settings.lora is not None else []
@@ -275,11 +276,11 @@ class PlacedModel:
                 "shard",
                 f"node needs several replicas of {self.name} on each of its nodes, found 1; use all, or a smaller tp",
             )
-        if most % self.layout.ep:
+        if most % (parts := self.layout.dims.expert_parts):
             raise self.refusal(
                 "ep",
-                f"{self.layout.ep} does not divide the {most} replicas of {self.name} on a node, over which shard node "
-                f"shards; use shard all, or ep {either(n for n in range(1, most + 1) if most % n == 0)}",
+                f"{parts} does not divide the {most} replicas of {self.name} on a node, over which shard node shards; "
+                f"use shard all, or ep {either(n for n in range(1, most + 1) if most % n == 0)}",
             )
         return replace(self, sharded_over=0 if len(counts) == 1 else most)
 
@@ -312,8 +313,7 @@ class PlacedModel:
         if not set(self.ranks) <= set(source.ranks):
             return False
         is_alike = (source.engine, source.layout) == (self.engine, self.layout)
-        layout = source.layout
-        return source.split == "whole" and (layout.tp == layout.pp == layout.ep == 1 or is_alike)
+        return source.split == "whole" and (not source.layout.dims.several(OF_PARTS + OF_EXPERTS) or is_alike)
 
     def adapter_gathers(self, source: PlacedModel) -> tuple[tuple[int, ...], ...]:
         """Return the sets of ranks of ``source`` that gather adapters before these are merged: shards of the same part
@@ -326,16 +326,16 @@ class PlacedModel:
         change."""
         return source.settings.lora if self.rollout is not None and self.settings.lora is None else None
 
-    def position(self, rank: int) -> tuple[int, int, int]:
-        """Return all that the part of the model on a rank depends on: the stage, the tensor-parallel part, and the
-        shard or the experts.
+    def position(self, rank: int) -> tuple[int, ...]:
+        """Return all that the part of the model on a rank depends on: its part along each axis that splits a copy of
+        the weights, and the shard or the experts.
         """
         layout = self.layout.of_weights
-        return layout.stage(rank), layout.tp_index(rank), layout.replica(rank) % max(self.num_shards, layout.ep)
+        return *layout.part(rank), layout.replica(rank) % max(self.num_shards, layout.dims.expert_parts)
 
     def by_position(self, of: Callable[[int], Found]) -> dict[int, Found]:
         """Return ``of`` each rank; ranks at the same position of its layout share one result."""
-        found: dict[tuple[int, int, int], Found] = {}
+        found: dict[tuple[int, ...], Found] = {}
         ranks: dict[int, Found] = {}
         for rank in self.ranks:
             position = self.position(rank)

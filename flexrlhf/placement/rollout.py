@@ -100,8 +100,7 @@ def rollout_settings(model: ModelSpec, layout: Layout, spec: Spec) -> ModelSpec:
         init=model.init,
         lora=rollout.own_adapters(model),
         engine=rollout.engine,
-        tp=rollout.tp,
-        pp=rollout.pp,
+        **{name: getattr(rollout, name) for name in rollout.AXES},
         dtype=rollout.dtype or model.dtype,
         generate_tokens=min(tokens, spec.padded_row * BatchShape.of(spec).most_rows(layout)),
     )

@@ -55,10 +55,10 @@ def changes_on(plan: Plan, rank: int) -> Iterator[SettingChange]:
         if model.is_of_operators:
             continue  # it has the settings of its role
         changes = {**_of_any_copy(model), **_smaller_batches(plan, model, rank)}
-        if model.facts.cp and plan.lengths.of_role(model.role).are_long:
+        if "cp" in model.facts.axes and plan.lengths.of_role(model.role).are_long:
             changes["cp"] = [2 * model.settings.cp]
         sizes = plan.shapes[model.role].sizes if model.role in plan.shapes else None
-        if model.facts.ep and sizes is not None and sizes.experts is not None:
+        if "ep" in model.facts.axes and sizes is not None and sizes.experts is not None:
             changes["ep"] = [times * model.settings.ep for times in (4, 16, 64)]
         if not model.is_shadow:
             changes |= _of_role(model, has_shape=model.role in plan.shapes)
@@ -88,7 +88,7 @@ def _of_any_copy(model: PlacedModel) -> dict[str, list[Any]]:
         "shard": ["all"] if model.is_sharded_in_nodes else [],
         "zero": [stage for stage in (1, 2, 3) if stage > settings.zero],
         "tp": [2 * settings.tp],
-        "pp": [2 * settings.pp] if model.facts.pp else [],
+        "pp": [2 * settings.pp] if "pp" in model.facts.axes else [],
         "dtype": ["bfloat16", "float16"] if settings.dtype == "float32" else [],
     }
 

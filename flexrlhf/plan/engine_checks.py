@@ -59,11 +59,11 @@ def check_ring(placement: Placement) -> None:
 def check_replayed_passes(model: PlacedModel) -> None:
     """Raise UserError for a model that generates with CUDA graphs if its passes call libraries of collectives, or are
     another engine's."""
-    if model.engine != TORCH.name or model.layout.tp > 1 or model.split != "whole":
+    if model.engine != TORCH.name or model.layout.dims.tp > 1 or model.split != "whole":
         raise model.refusal(
             "cuda_graphs",
             f"true is for engine torch with tp 1 and whole weights on each rank, found "
-            f"engine {model.engine}, tp {model.layout.tp}, zero {model.settings.zero}; use false",
+            f"engine {model.engine}, tp {model.layout.dims.tp}, zero {model.settings.zero}; use false",
         )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from flexrlhf.config.axes import AXES
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.rules import NO, YES, Rule, RuleTable, but, listed_by, made_by
+from flexrlhf.config.rules import NO, YES, Rule, RuleTable, but, listed_by, made_by, with_item
+from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.plan.model_view import ModelView
 
 
@@ -21,11 +23,8 @@ _OF_16_BITS = made_by(_stages_of_16_bits, "engine.zero", "engine.least_16_bit_ze
 _NOT_TRAINED = "{role.name} is not trained"
 
 _DEGREES = (
-    Rule("tp", {"engine.tp": YES}, lacks="tensor parallel"),
-    Rule("pp", {"engine.pp": YES}, lacks="pipeline stages"),
-    Rule("cp", {"engine.cp": YES}, lacks="context parallel"),
-    Rule("cp", {"attention": ("auto",), "compile": NO}),
-    Rule("ep", {"engine.ep": YES}, lacks="expert parallel"),
+    *(Rule(axis.name, {"engine.axes": with_item(axis.name)}, lacks=axis.words) for axis in AXES),
+    *(Rule(axis.name, axis.goes_with) for axis in AXES if axis.goes_with),
 )
 _SHARDS = (
     # a copy may inherit a stage of training, which has no effect without an optimizer
@@ -110,7 +109,7 @@ _COMPUTATION = (
         further=("a separate critic",),
     ),
 )
-_CHILD = Rule("rollout.process", {"tp": (1,), "pp": (1,)})
+_CHILD = Rule("rollout.process", dict.fromkeys(RolloutSpec.AXES, (1,)))
 
 ENGINE_RULES = RuleTable(ModelView, (*_SHARDS, *_DEGREES, *_ROUTERS, *_OFFLOADS, *_ROLES, *_COMPUTATION, _CHILD))
 """Rules of one placed model that its engine, role and settings decide."""

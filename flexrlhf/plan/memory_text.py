@@ -33,7 +33,7 @@ def planned_memory(plan: Plan) -> list[str]:
     alike: dict[tuple[tuple[tuple[str, int], ...], str, int | None], list[RankMemory]] = {}
     for memory in plan.memories:
         device = plan.cluster.devices[memory.rank].device_class, plan.device_bytes(memory.rank)
-        models = tuple((name, plan.placement[name].layout.stage(memory.rank)) for name in memory.states)
+        models = tuple((name, plan.placement[name].layout.index("pp", memory.rank)) for name in memory.states)
         alike.setdefault((models, *device), []).append(memory)
     lines = []
     for (_, device_class, size), members in alike.items():

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from itertools import cycle, islice
 from typing import Any
 
+from flexrlhf.config.axes import AXES
 from flexrlhf.config.engines import PEFT, EngineFacts, Package
 from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import Head, ModelSpec
@@ -308,7 +309,7 @@ def _first_ranks(model: PlacedModel, cluster: Cluster) -> dict[str, int]:
 def _check_unknown_shape(model: PlacedModel) -> None:
     """Raise UserError for settings that need parameter shapes, where the architecture has none known."""
     settings = model.settings
-    for name, default in (("zero", 0), ("tp", 1), ("pp", 1), ("cp", 1), ("ep", 1), ("lora", None)):
+    for name, default in (("zero", 0), *((axis.name, 1) for axis in AXES), ("lora", None)):
         if getattr(settings, name) != default:
             raise model.refusal(
                 name,
@@ -394,7 +395,7 @@ def _check_tokens_of_experts(model: PlacedModel, shape: ModelShape) -> None:
     """Raise UserError for passes that read nothing on the host, of a model whose experts are on several ranks or have
     adapters."""
     settings, is_adapted = model.settings, any(ParameterName(name).is_of_experts for name in shape.adapters)
-    reasons = {"ep": settings.ep > 1, "tp": settings.tp > 1 and model.facts.ep, "lora.targets": is_adapted}
+    reasons = {"ep": settings.ep > 1, "tp": settings.tp > 1 and "ep" in model.facts.axes, "lora.targets": is_adapted}
     for setting in (name for name, holds in reasons.items() if holds):
         instead = "of attention alone" if setting == "lora.targets" else "1"
         for name in ("compile", "cuda_graphs"):
@@ -414,7 +415,7 @@ def _check_heads(model: PlacedModel, shape: ModelShape) -> None:
     families: tuple[str, ...] = Families.LLAMA_LIKE
     if not model.facts.transformers_modules:
         families = Families.STAGED if model.rollout is None else Families.SERVED + Families.LATENT
-    elif model.facts.ep:
+    elif "ep" in model.facts.axes:
         families += Families.WITH_SPLIT_EXPERTS
     if sizes is None or sizes.family not in families:
         raise model.refusal(

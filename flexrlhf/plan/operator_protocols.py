@@ -67,7 +67,7 @@ def with_protocols(placement: Placement, graph: Graph, spec: Spec) -> Placement:
 def _misfit(protocol: str, operator: Operator, placement: Placement, graph: Graph, spec: Spec) -> str:
     """Return why the layout of ``operator`` is not that of a named protocol; empty if it is."""
     layout, training = placement.layout_of(operator), placement[operator.role].layout
-    replica = len(layout.replica_sets[0])
+    replica, own, trained = layout.dims.replica, layout.dims, training.dims
     match protocol:
         case "dp_proto" if replica > 1:
             return f"a replica of its model has {replica} ranks, which compute the same rows; use 3d_proto"
@@ -75,10 +75,10 @@ def _misfit(protocol: str, operator: Operator, placement: Placement, graph: Grap
             return f"its model has {layout.dp} replicas, which would each compute every row; use tp {len(layout.ranks)}"
         case "rank_zero" if len(layout.ranks) > 1:
             return f"its model is on {ranks_text(layout.ranks)}; place it on one"
-        case "3d_all_micro_dp" if layout.tp >= training.tp or not layout.is_inside(training):
-            return f"it has tp {layout.tp} in replicas that are not parts of those that train with tp {training.tp}"
-        case "pp_as_dp" if layout.pp >= training.pp or not layout.is_inside(training):
-            return f"it has pp {layout.pp} in replicas that are not parts of those that train with pp {training.pp}"
+        case "3d_all_micro_dp" if own.tp >= trained.tp or not layout.is_inside(training):
+            return f"it has tp {own.tp} in replicas that are not parts of those that train with tp {trained.tp}"
+        case "pp_as_dp" if own.pp >= trained.pp or not layout.is_inside(training):
+            return f"it has pp {own.pp} in replicas that are not parts of those that train with pp {trained.pp}"
         case "all_to_all":
             return _travels(operator, placement, graph, BatchShape.of(spec))
     return ""

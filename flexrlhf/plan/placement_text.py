@@ -99,11 +99,11 @@ def _by_value(values: Mapping[Key, Value]) -> dict[Value, tuple[Key, ...]]:
 def _stages(model: PlacedModel, shape: ModelShape | None) -> Iterator[str]:
     """Yield a line for each pipeline stage: its ranks, its layers, and other weights."""
     layout = model.layout
-    if layout.pp == 1 or shape is None:
+    if layout.dims.pp == 1 or shape is None:
         return
-    for stage in range(layout.pp):
-        ranks = tuple(rank for rank in model.ranks if layout.stage(rank) == stage)
-        names = [name for name, _ in shape.of_stage(stage, layout.pp).parameters]
+    for stage in range(layout.dims.pp):
+        ranks = tuple(rank for rank in model.ranks if layout.index("pp", rank) == stage)
+        names = [name for name, _ in shape.of_stage(stage, layout.dims.pp).parameters]
         layers = sorted({number for name in names if (number := ParameterName(name).layer) is not None})
         others = sorted({name.removesuffix(".weight") for name in names if ParameterName(name).layer is None})
         shown = f", {', '.join(others)}" if others else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from flexrlhf.api import PlacedModel, Plan, bytes_text, counted, ranks_text, span_of
+from flexrlhf.api import OF_REPLICA, PlacedModel, Plan, bytes_text, counted, ranks_text, span_of
 from flexrlhf.report.look import INSTRUCTIONS, role_colours
 from flexrlhf.report.picture import AUTOMARGIN, Picture, escaped, make_figure
 
@@ -56,7 +56,7 @@ def column_names(columns: Sequence[RankColumn]) -> list[str]:
 
 
 def _kind(plan: Plan, rank: int) -> tuple[object, ...]:
-    models = tuple((model.name, model.layout.stage(rank)) for model in plan.placement.on_rank(rank))
+    models = tuple((model.name, model.layout.index("pp", rank)) for model in plan.placement.on_rank(rank))
     return plan.cluster.devices[rank].device_class, models
 
 
@@ -141,12 +141,8 @@ def _part(model: PlacedModel, column: RankColumn) -> str:
     if not _is_on(model, column):
         return ""
     layout, rank = model.layout, column.ranks[0]
-    parts = (
-        ("dp", layout.replica(rank), layout.dp),
-        ("cp", layout.cp_index(rank), layout.cp),
-        ("tp", layout.tp_index(rank), layout.tp),
-        ("pp", layout.stage(rank), layout.pp),
-    )
+    of_axes = ((axis.name, layout.index(axis.name, rank), layout.dims.of(axis)) for axis in OF_REPLICA)
+    parts = (("dp", layout.replica(rank), layout.dp), *of_axes)
     if len(column.ranks) > 1:
         return " ".join(f"{word} {size}" for word, _, size in parts if size > 1)
     return "<br>".join(f"{word} {place + 1}/{size}" for word, place, size in parts if size > 1)

@@ -175,7 +175,7 @@ def _shape(plan: Plan, model: PlacedModel, weights: dict[str, Tensor], rank: int
     """Return the planned shape; of an architecture that planning cannot read, the shape of the loaded weights."""
     planned = plan.shapes.get(model.role)
     if planned is None or planned.parts_on(model, rank).keys() != weights.keys():
-        if model.split != "whole" or model.layout.tp * model.layout.pp > 1 or model.settings.lora is not None:
+        if model.split != "whole" or model.layout.dims.tp * model.layout.dims.pp > 1 or model.settings.lora is not None:
             raise UserError(
                 f"models.{model.role}: its parameters are not named as in its files, so it cannot be sharded; "
                 f"save it again with transformers, or use zero 0, tp 1, pp 1 and no lora"

@@ -207,7 +207,7 @@ class ModelShape:
     def on_rank(self, model: PlacedModel, rank: int) -> ModelShape:
         """Return the shape of a role as this copy names its parameters, of the pipeline stage on ``rank``."""
         layout = model.layout
-        return self.of_copy(model).of_stage(layout.stage(rank), layout.pp)
+        return self.of_copy(model).of_stage(layout.index("pp", rank), layout.dims.pp)
 
     def parts_on(self, model: PlacedModel, rank: int, names: frozenset[str] | None = None) -> Parts:
         """Return the part of every parameter of the pipeline stage on ``rank``, by name.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.engines import Split
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.decoder_sizes import Sizes
@@ -120,8 +121,8 @@ def fsdp_dim(name: str, size: tuple[int, ...], num_shards: int) -> int:
 
 @dataclass(frozen=True)
 class _Position:
-    """Position of a rank in a pipeline stage: ``shard`` of ``num_shards`` replicas, ``tp_index`` of ``tp``, and
-    ``ep_index`` of ``ep`` neighbours with different experts, of which each of the ``tp`` has a part.
+    """Position of a rank in a pipeline stage: ``shard`` of ``num_shards`` replicas, and its ``place`` along the axes of
+    ``dims`` that split tensors: tp, and ep, whose parts of the experts tp splits further.
 
     ``vocabulary_multiple``: embeddings are split along the vocabulary, padded to a multiple of so many rows; 0: whole.
     ``alike``: neighbours of ``tp`` with the same key-value head, where there are fewer heads than ranks.
@@ -129,22 +130,21 @@ class _Position:
 
     split: Split
     num_shards: int
-    tp: int
     shard: int
-    tp_index: int
+    dims: ParallelDims
+    place: ParallelDims
     vocabulary_multiple: int
-    ep: int = 1
-    ep_index: int = 0
     alike: int = 1
 
     def part(self, name: str, size: tuple[int, ...]) -> Part:
         if ParameterName(name).is_router_bias:
             return Part.whole(size)
-        box = self._slice(name, size) if self.tp > 1 else list(Part.whole(size).box)
+        tp, ep = self.dims.tp, self.dims.ep
+        box = self._slice(name, size) if tp > 1 else list(Part.whole(size).box)
         shards, shard = self.num_shards, self.shard
-        if self.ep > 1 and ParameterName(name).is_of_experts:
-            box[0] = _share(size[0], self.ep * self.tp, self.ep_index * self.tp + self.tp_index)
-            shards, shard = max(1, shards // self.ep), shard // self.ep
+        if ep > 1 and ParameterName(name).is_of_experts:
+            box[0] = _share(size[0], ep * tp, self.place.ep * tp + self.place.tp)
+            shards, shard = max(1, shards // ep), shard // ep
         match self.split:
             case "rows":
                 dim = fsdp_dim(name, tuple(map(len, box)), shards)
@@ -156,14 +156,14 @@ class _Position:
 
     def _slice(self, name: str, size: tuple[int, ...]) -> list[range]:
         """Return the range of each dim that tensor parallelism assigns to the rank."""
-        box = list(Part.whole(size).box)
-        dim = tensor_parallel_dim(name, size, self.tp)
+        box, tp, index = list(Part.whole(size).box), self.dims.tp, self.place.tp
+        dim = tensor_parallel_dim(name, size, tp)
         if self.vocabulary_multiple and f".{name}".endswith(VOCABULARY):
             padded = -(-size[0] // self.vocabulary_multiple) * self.vocabulary_multiple
-            box[0] = _at(size[0], padded // self.tp, self.tp_index)
+            box[0] = _at(size[0], padded // tp, index)
         elif dim is not None:
             alike = self.alike if _is_of_keys(name) else 1
-            box[dim] = _share(size[dim], self.tp // alike, self.tp_index // alike)
+            box[dim] = _share(size[dim], tp // alike, index // alike)
         return box
 
 
@@ -194,10 +194,12 @@ def part_elements(parts: Parts, names: Sequence[str]) -> int:
 
 
 def _position_on(model: PlacedModel, rank: int, sizes: Sizes | None) -> _Position:
-    _, tp_index, shard = model.position(rank)
-    number, multiple, ep, tp = model.num_shards, model.facts.vocabulary_multiple, model.layout.ep, model.layout.tp
-    alike = 1 if sizes is None else max(1, tp // sizes.kv_heads)
-    return _Position(model.split, number, tp, shard % number, tp_index, multiple, ep, shard % ep, alike)
+    layout, number = model.layout, model.num_shards
+    alike = 1 if sizes is None else max(1, layout.dims.tp // sizes.kv_heads)
+    dims = ParallelDims(tp=layout.dims.tp, ep=layout.dims.ep)
+    place = ParallelDims(tp=layout.index("tp", rank), ep=layout.index("ep", rank))
+    shard = layout.of_weights.replica(rank) % number
+    return _Position(model.split, number, shard, dims, place, model.facts.vocabulary_multiple, alike)
 
 
 @lru_cache(maxsize=1024)

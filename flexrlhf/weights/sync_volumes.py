@@ -209,8 +209,8 @@ def _alike_weights(pair: _Pair) -> dict[str, int]:
     first of them."""
     source, destination, shape = pair.source, pair.destination, pair.shape
     # other ranks of a stage share its parts in the same way
-    stages = [sent_parts(source, destination, shape, rank) for rank in source.layout.pp_set(source.ranks[0])]
-    stages += [shape.trained_parts(destination, rank) for rank in destination.layout.pp_set(destination.ranks[0])]
+    stages = [sent_parts(source, destination, shape, rank) for rank in source.layout.along("pp", source.ranks[0])]
+    stages += [shape.trained_parts(destination, rank) for rank in destination.layout.along("pp", destination.ranks[0])]
     alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in {name: None for parts in stages for name in parts}:
         alike[tuple(id(parts.get(name)) for parts in stages)].append(name)

@@ -96,7 +96,7 @@ def test_ranks_hold_the_weights_placed_on_them_and_no_others(launches: Launches,
             assert state is not None and usage[str(rank)][model.name]["weights"] == stored, place
             # a copy that generates lacks the head of values that the files of one trunk have
             is_part = model.rollout is not None and algorithm_of(case.setting) == "ac-share"
-            is_whole = model.split == "whole" and model.layout.tp == model.layout.pp == 1 and not is_part
+            is_whole = model.split == "whole" and model.layout.dims.tp == model.layout.dims.pp == 1 and not is_part
             if is_whole and model.settings.lora is None:
                 # a copy may have views of its source's weights instead
                 assert state.weights + state.viewed == files_bytes(model.settings.path), place

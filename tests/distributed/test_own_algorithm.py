@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from toys import SHAPE, write_toys
 
 from flexrlhf.comm.rows import RowStore
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.operators.columns import Lengths
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.layout import BatchShape, Layout
@@ -101,7 +102,7 @@ def test_it_trains_by_its_own_functions(runs: Path) -> None:
 def test_a_column_of_a_loop_has_the_rows_of_the_trainings_that_read_it() -> None:
     """A rank with half of the rows of a policy, and all of a critic that is split by tensors."""
     shape, store = BatchShape(4, 1), RowStore(Lengths(prompt=2, response=3), torch.device("cpu"))
-    layouts = {"advantages": Layout((0, 1)), "returns": Layout((0, 1), tp=2)}
+    layouts = {"advantages": Layout((0, 1)), "returns": Layout((0, 1), ParallelDims(tp=2))}
     works = [
         OperatorRun(Operator(f"train_{name}", "train", name, (name,)), None, layout, shape, shape.mini_batches, 1)
         for name, layout in layouts.items()

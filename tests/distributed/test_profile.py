@@ -212,7 +212,7 @@ def test_a_slice_has_a_share_of_heads_features_and_vocabulary(tmp_path: Path, mo
         assert (found.layers, found.hidden, found.head_dim) == (3, whole.hidden, whole.head_dim)
         assert found.heads * share == whole.heads and found.kv_heads * share == whole.kv_heads
         assert found.ffn * share == whole.ffn and found.vocabulary * share == whole.vocabulary
-        assert [(m.layout.dp, m.layout.tp) for m in slim.placement.models if m.role == "actor"] == [layout]
+        assert [(m.layout.dp, m.layout.dims.tp) for m in slim.placement.models if m.role == "actor"] == [layout]
 
 
 @pytest.mark.full

@@ -591,21 +591,30 @@ class Rank:
         self.trace.calls += calls.get(kind, passes.forward)()
         if model.facts.groups_of_one:
             assert Group("alone", (self.number,), alone=True) in self._plan.groups, f"no group of {self.number} alone"
-        if layout.tp > 1:
-            ranks = next(ranks for ranks in layout.tp_sets if self.number in ranks)
+        if layout.dims.tp > 1:
+            ranks = next(ranks for ranks in layout.sets("tp") if self.number in ranks)
             self._agree((*key, "tp"), f"tp {model.name}", ranks, instruction, (weights, reads))
-        if layout.cp > 1:
-            self._agree((*key, "cp"), f"cp {model.name}", layout.cp_set(self.number), instruction, (weights, reads))
-        if layout.pp > 1:
-            stages, ends = layout.pp_set(self.number), GroupPurpose.of_ends(layout.pp_set(self.number))
+        if layout.dims.cp > 1:
+            self._agree(
+                (*key, "cp"), f"cp {model.name}", layout.along("cp", self.number), instruction, (weights, reads)
+            )
+        if layout.dims.pp > 1:
+            stages, ends = layout.along("pp", self.number), GroupPurpose.of_ends(layout.along("pp", self.number))
             self._agree((*key, "pp"), f"pp {model.name}", stages, instruction, (weights, reads))
             self._check_group(f"{ends[0]} {model.name}", ends[1], instruction)
-        if model.split != "whole" or (layout.cp > 1 and instruction.operator.kind == "train"):
-            purpose, ranks = GroupPurpose.WEIGHTS if layout.cp > 1 else "compute", layout.of_weights.dp_set(self.number)
+        if model.split != "whole" or (layout.dims.cp > 1 and instruction.operator.kind == "train"):
+            purpose, ranks = (
+                GroupPurpose.WEIGHTS if layout.dims.cp > 1 else "compute",
+                layout.of_weights.dp_set(self.number),
+            )
             self._agree((*key, "dp"), f"{purpose} {model.name}", ranks, instruction, weights)
-        if layout.ep > 1:
+        if layout.dims.ep > 1:
             self._agree(
-                (*key, "ep"), f"{GroupPurpose.EXPERTS} {model.name}", layout.ep_set(self.number), instruction, weights
+                (*key, "ep"),
+                f"{GroupPurpose.EXPERTS} {model.name}",
+                layout.along("ep", self.number),
+                instruction,
+                weights,
             )
             same = model.expert_copy_set(self.number)
             if instruction.operator.kind == "train":

@@ -48,23 +48,23 @@ class PassCalls:
 
     def __post_init__(self) -> None:
         layout, model = self.model.layout, self.model
-        weights = GroupPurpose.WEIGHTS if layout.cp > 1 else "compute"
+        weights = GroupPurpose.WEIGHTS if layout.dims.cp > 1 else "compute"
         self._same_part = self.group(weights, layout.of_weights.dp_set(self.rank))
         self._dp = self.group("compute", layout.dp_set(self.rank))
-        self._cp = self.group("cp", layout.cp_set(self.rank))
-        self._stages = self.group("pp", layout.pp_set(self.rank))
-        self._ends = self.group(*GroupPurpose.of_ends(layout.pp_set(self.rank)))
-        self._tp = self.group("tp", next(ranks for ranks in layout.tp_sets if self.rank in ranks))
+        self._cp = self.group("cp", layout.along("cp", self.rank))
+        self._stages = self.group("pp", layout.along("pp", self.rank))
+        self._ends = self.group(*GroupPurpose.of_ends(layout.along("pp", self.rank)))
+        self._tp = self.group("tp", next(ranks for ranks in layout.sets("tp") if self.rank in ranks))
         self._ep = self._same_experts = Group(GroupPurpose.EXPERTS, (self.rank,))
-        if layout.ep > 1:
-            self._ep = self.group(GroupPurpose.EXPERTS, layout.ep_set(self.rank))
+        if layout.dims.ep > 1:
+            self._ep = self.group(GroupPurpose.EXPERTS, layout.along("ep", self.rank))
             self._same_experts = self.group(GroupPurpose.SAME_EXPERTS, model.expert_copy_set(self.rank))
         in_node = model.is_sharded_in_nodes
         self._shards = self.group(GroupPurpose.SHARD, model.shard_set(self.rank)) if in_node else self._same_part
         whole = self._same_part if model.split == "whole" else None
         self._copies = self.group(GroupPurpose.COPIES, model.copy_set(self.rank)) if in_node else whole
         of_library = model.engine == "deepspeed" and model.trained
-        self._in_lockstep = model.split != "whole" or layout.ep > 1 or of_library
+        self._in_lockstep = model.split != "whole" or layout.dims.ep > 1 or of_library
         # micro-batches, and tokens that are generated
         self._count = 1 if self._in_lockstep else 1 + layout.replica(self.rank) % 2
 
@@ -111,12 +111,12 @@ class PassCalls:
         """The sums of gradients over ranks, and their norm."""
         if self._copies is not None:
             self._collective("gradients", self._copies, host=True)
-        if self.model.layout.ep > 1 and self.model.split == "whole":
+        if self.model.layout.dims.ep > 1 and self.model.split == "whole":
             self._collective("gradients", self._same_experts, host=True)
         self._collective("partial gradients", self._tp, host=True)
         if self.rank in self._ends.ranks:
             self._collective("tied embedding", self._ends)
-        if self.model.layout.ep > 1:
+        if self.model.layout.dims.ep > 1:
             self._collective("norm of experts", self._ep, host=True)
         self._collective("norm", self._tp, host=True)
         self._collective("norm", self._same_part, host=True)
@@ -141,10 +141,10 @@ class PassCalls:
             self._collective("results", self._cp)
 
     def _layer(self, layer: int, attends_alone: bool = False) -> None:
-        if self.model.layout.cp > 1 and not attends_alone:
+        if self.model.layout.dims.cp > 1 and not attends_alone:
             self._attend()
         self._collective("attention", self._tp)
-        if self.model.layout.ep > 1:
+        if self.model.layout.dims.ep > 1:
             self._experts_forward(layer)
         self._collective("mlp", self._tp)
 
@@ -171,11 +171,11 @@ class PassCalls:
                 self._gather(layer - 1, self._shards)
             if self.model.settings.activation_checkpointing:
                 self._layer(layer)
-            if self.model.layout.ep > 1:
+            if self.model.layout.dims.ep > 1:
                 self._experts_backward(layer)
             for name in ("mlp", "weights of experts"):
                 self._collective(f"gradients, {name}", self._tp)
-            if self.model.layout.cp > 1:
+            if self.model.layout.dims.cp > 1:
                 self._attend_backward()
             for name in ("queries", "keys", "values"):
                 self._collective(f"gradients, {name}", self._tp)

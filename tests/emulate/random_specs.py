@@ -219,7 +219,7 @@ def with_parts_of_rows(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         return raw, plan
     changed = deepcopy(raw)
     for model in plan.placement.models:
-        if model.facts.cp and model.rollout is None and not model.follows and chance(rng, 0.7):
+        if "cp" in model.facts.axes and model.rollout is None and not model.follows and chance(rng, 0.7):
             parts = {"cp": rng.choice((2, 2, 4)), "context_parallel": rng.choice(("auto", "ring"))}
             changed["models"].setdefault(model.role, {}).update(parts)
     try:
@@ -239,7 +239,7 @@ def with_parts_of_experts(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         settings |= {"init": EXPERTS} if "init" in settings else {}
     for model in plan.placement.models:
         sizes = [number for number in (2, 4) if model.layout.of_weights.dp % number == 0]
-        if sizes and model.facts.ep and model.rollout is None and not model.follows and chance(rng, 0.7):
+        if sizes and "ep" in model.facts.axes and model.rollout is None and not model.follows and chance(rng, 0.7):
             changed["models"].setdefault(model.role, {})["ep"] = rng.choice(sizes)
     try:
         return changed, make_plan(Spec.parse(changed))
@@ -337,7 +337,7 @@ def _put_on_megatron(rng: Random, settings: Raw, plan: Plan, model: PlacedModel)
     of_others = ("lora", "config", "liger", "compile", "attention", "dtype", "tiled_mlp")
     for name in (*of_others, "offload_optimizer", "offload_parameters", "offload_activations"):
         settings.pop(name, None)
-    stages = [number for number in (2, 4) if len(model.ranks) // model.layout.tp % number == 0]
+    stages = [number for number in (2, 4) if len(model.ranks) // model.layout.dims.tp % number == 0]
     is_adam = settings.get("optimizer", {}).get("name") != "sgd"
     settings |= {"engine": "megatron", "zero": rng.choice((0, 1)) if is_adam else 0}
     settings.pop("shard", None)
@@ -497,18 +497,20 @@ def _features(plan: Plan) -> dict[str, list[str]]:
         "samples per prompt": [str(algorithm.samples_per_prompt)],
         "moves": [i.primitive for i in plan.schedule.instructions if isinstance(i, Move)],
         "engine": [f"{m.engine}-{m.settings.zero}" for m in placement.models],
-        "weights": [f"{m.split} of {'tp' if m.layout.tp > 1 else 'one'}" for m in placement.models if len(m.ranks) > 1],
+        "weights": [
+            f"{m.split} of {'tp' if m.layout.dims.tp > 1 else 'one'}" for m in placement.models if len(m.ranks) > 1
+        ],
         "sharded in nodes": [m.split for m in placement.models if m.is_sharded_in_nodes],
-        "tensor parallel": [str(m.layout.tp) for m in placement.models],
-        "context parallel": [str(m.layout.cp) for m in placement.models],
-        "expert parallel": [str(m.layout.ep) for m in placement.models],
-        "pipeline stages": [f"{m.layout.pp} of {'a copy' if m.is_shadow else 'a role'}" for m in placement.models],
+        "tensor parallel": [str(m.layout.dims.tp) for m in placement.models],
+        "context parallel": [str(m.layout.dims.cp) for m in placement.models],
+        "expert parallel": [str(m.layout.dims.ep) for m in placement.models],
+        "pipeline stages": [f"{m.layout.dims.pp} of {'a copy' if m.is_shadow else 'a role'}" for m in placement.models],
         "adapters": _adapters(plan),
         "syncs": [_reshards(plan, x) for x in plan.schedule.instructions if isinstance(x, Sync)],
         "offload": ["some" if _is_tight(plan) else "none"],
         "rollout": [_rollout_kind(plan), *(["same ranks, asleep, little memory"] if _sleeps_tight(plan) else [])],
-        "rollout tp": [str(m.layout.tp) for m in placement.models if m.rollout is not None],
-        "rollout pp": [str(m.layout.pp) for m in placement.models if m.rollout is not None],
+        "rollout tp": [str(m.layout.dims.tp) for m in placement.models if m.rollout is not None],
+        "rollout pp": [str(m.layout.dims.pp) for m in placement.models if m.rollout is not None],
         "gate": [_gate(plan)],
         "log-probs": [_logprobs(plan)] if plan.graph.generated else [],
         "importance": [getattr(getattr(algorithm, "importance", None), "level", "none")],
@@ -602,7 +604,7 @@ def _adapters(plan: Plan) -> list[str]:
 def _reshards(plan: Plan, sync: Sync) -> str:
     """Whether ranks of the source and of the shadow have whole tensors."""
     ends = [plan.placement[name] for name in (sync.source, sync.destination)]
-    return " to ".join("whole" if each.split == "whole" and each.layout.tp == 1 else "parts" for each in ends)
+    return " to ".join("whole" if each.split == "whole" and each.layout.dims.tp == 1 else "parts" for each in ends)
 
 
 def _form(plan: Plan) -> str:

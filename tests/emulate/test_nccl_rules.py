@@ -246,11 +246,12 @@ def test_no_kind_blocks(name: str) -> None:
     posted = {each.group for own in calls.values() for each in own if isinstance(each, Post)}
     purposes = {group.purpose.rpartition(" ")[0] for group in posted}
     actor = plan.placement["actor"].layout
+    dims = actor.dims
     expected = {
-        "cp": actor.cp > 1,
-        GroupPurpose.EXPERTS: actor.ep > 1,
-        GroupPurpose.SAME_EXPERTS: 1 < actor.ep < actor.of_weights.dp,
-        "tp": actor.tp > 1,
+        "cp": dims.cp > 1,
+        GroupPurpose.EXPERTS: dims.ep > 1,
+        GroupPurpose.SAME_EXPERTS: 1 < dims.ep < actor.of_weights.dp,
+        "tp": dims.tp > 1,
     }
     assert {purpose for purpose, is_used in expected.items() if is_used} <= purposes
     check_waits_for_the_device(plan, calls)

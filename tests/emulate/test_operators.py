@@ -272,7 +272,7 @@ def test_calls_have_their_published_layouts_scaled(name: str) -> None:
     for call, degrees in zip(CALLS, PUBLISHED[name], strict=True):
         tp, pp, dp = scaled(degrees, 8)
         layout = plan.placement[runs[call].model].layout
-        found = layout.tp, layout.pp, layout.dp
+        found = layout.dims.tp, layout.dims.pp, layout.dp
         assert found == ((tp, 1, pp * dp) if call == "generate" else (tp, pp, dp)), call
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.weights import WeightGather
 from flexrlhf.comm.world import Groups, World, open_world
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.engines.base import Engine, EngineContext
-from flexrlhf.engines.model_ranks import ContextRanks, ModelRanks
+from flexrlhf.engines.model_ranks import CopyRanks, ModelRanks
 from flexrlhf.placement.groups import Group
 from flexrlhf.placement.layout import Layout
 from flexrlhf.placement.placed import ModelName, PlacedModel
@@ -36,7 +37,7 @@ def wait(work: dist.Work, ranks: tuple[int, ...]) -> None:
 def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) -> dict[str, Tensor]:
     """The weights after some updates, whole; columns and responses of this rank's rows."""
     spec = ModelSpec(init=INIT, **settings)
-    model = PlacedModel(ModelName("actor"), Layout(BOTH, tp=spec.tp, cp=spec.cp), True, spec, head="both")
+    model = PlacedModel(ModelName("actor"), Layout(BOTH, ParallelDims(tp=spec.tp, cp=spec.cp)), True, spec, head="both")
     shape = model_shape("actor", spec, "both")
     assert shape is not None
     if spec.lora is not None:
@@ -53,7 +54,7 @@ def run_case(name: str, settings: dict[str, Any], world: World, groups: Groups) 
             dp=alone if has_all_rows(name) else together,
             tp=together if spec.tp > 1 else alone,
             alone=groups.alone(world.rank),
-            cp=ContextRanks(together, together) if spec.cp > 1 else None,
+            copies=CopyRanks({"cp": together}, together) if spec.cp > 1 else None,
         ),
         device=torch.device("cpu"),
         kv_bytes=0,

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import ALONE, Groups, World, open_world
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.engines.base import Engine, EngineContext, TrainingState
 from flexrlhf.engines.model_ranks import ExpertRanks, ModelRanks
@@ -47,7 +48,9 @@ def placed_case(directory: Path, name: str, ranks: tuple[int, ...]) -> PlacedMod
         settings["lora"] = LoraSpec(**settings["lora"])
     spec = ModelSpec(path=str(directory / model), **settings)
     head = MODELS[model].head if role != "ref" else "causal"
-    return PlacedModel(ModelName(role), Layout(ranks, tp=spec.tp, ep=spec.ep), role != "ref", spec, head=head)
+    return PlacedModel(
+        ModelName(role), Layout(ranks, ParallelDims(tp=spec.tp, ep=spec.ep)), role != "ref", spec, head=head
+    )
 
 
 def context_of(name: str, model: PlacedModel, world: World, groups: Groups) -> EngineContext:

@@ -11,6 +11,7 @@ from both_heads import FAST
 from small_models import TINY, likelihood, mini_batch, squared_values
 from torch import Tensor
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
 from flexrlhf.operators.columns import Column
@@ -51,7 +52,9 @@ class Case:
             settings = {name: value for name, value in settings.items() if name not in MEGATRON}
         source = {"path": str(path)} if self.is_from_files and path is not None else {"init": self.init}
         spec = ModelSpec(**source, **settings)
-        layout = Layout(self.ranks, spec.tp, spec.pp, cp=spec.cp) if engine == "megatron" else Layout((0,))
+        layout = (
+            Layout(self.ranks, ParallelDims(spec.tp, spec.pp, cp=spec.cp)) if engine == "megatron" else Layout((0,))
+        )
         return PlacedModel(ModelName("actor"), layout, True, spec, head=self.head)
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from flexrlhf.comm.world import World, open_world
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.engines.base import Batch, Engine, Loss, Moments, Outputs
 from flexrlhf.engines.host_offload import storage_bytes
@@ -49,7 +50,7 @@ class Case:
     def placed(self, name: str) -> PlacedModel:
         """The model under a unique name, so that its groups are unique."""
         spec = ModelSpec(init=self.init, engine="megatron", micro_batch_tokens=256, logits_mb=0.5, **self.settings)
-        layout = Layout(tuple(range(self.ranks)), spec.tp, spec.pp)
+        layout = Layout(tuple(range(self.ranks)), ParallelDims(spec.tp, spec.pp))
         return PlacedModel(ModelName(name.replace(" ", "_")), layout, True, spec, head=self.head)
 
     @property

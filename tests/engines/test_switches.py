@@ -20,6 +20,7 @@ from flexrlhf.comm.point_to_point import exchange
 from flexrlhf.comm.progress import RankProgress
 from flexrlhf.comm.reduce import RankGroup
 from flexrlhf.comm.world import Groups, InOrder, World
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.output_settings import NO_SWITCHES, DebugSpec, Switches
 from flexrlhf.config.spec import Spec
 from flexrlhf.engines import decoding, noise_kernel
@@ -349,7 +350,7 @@ def test_stages_without_nccl_are_refused_by_name(switches: Switches, why: str, m
     monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
     a_group: Any = object()
     ranks = RankGroup(a_group, (0, 1), lambda work, ranks: work.wait())
-    model = replace(placed(engine="megatron", pp=2), layout=Layout((0, 1), pp=2))
+    model = replace(placed(engine="megatron", pp=2), layout=Layout((0, 1), ParallelDims(pp=2)))
     of_model = ModelRanks(ranks, ranks, stages=StageRanks(ranks, ranks, ranks, ranks))
     context = replace(context_of(model), device=GPU, ranks=of_model, switches=switches)
     with pytest.raises(UserError, match=f"models.actor.pp: 2 stages need NCCL, but {why}; use 1"):

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexrlhf.comm.reduce import RankGroup
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.engines.base import Batch, EngineContext, Sampling
@@ -59,7 +60,7 @@ def placed(init: dict[str, Any] = LLAMA, ranks: tuple[int, ...] = (0,), **rollou
     tokens, pp = rollout.pop("kv_tokens", KV_TOKENS), rollout.get("pp", 1)
     tp = len(ranks) // pp
     settings = ModelSpec(init=init, engine="vllm", tp=tp, pp=pp, generate_tokens=tokens)
-    layout = Layout(ranks, tp=tp, pp=pp)
+    layout = Layout(ranks, ParallelDims(tp=tp, pp=pp))
     return PlacedModel(
         ModelName("actor.rollout"), layout, False, settings, RolloutSpec(engine="vllm", tp=tp, **rollout)
     )

@@ -59,5 +59,5 @@ def placed_model(name: str, ranks: tuple[int, ...], **settings: Any) -> PlacedMo
     """A placed model by itself, such as ``actor`` or ``actor.shadow``; ``settings`` as in the YAML."""
     model, role = ModelSpec(**settings), name.partition(".")[0]
     trained = name in ("actor", "critic")
-    layout = Layout(ranks, model.tp, model.pp, cp=model.cp, ep=model.ep)
+    layout = Layout(ranks, model.dims)
     return PlacedModel(ModelName(name), layout, trained, model, head=HEADS.get(role, "causal"))

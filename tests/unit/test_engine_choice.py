@@ -144,7 +144,7 @@ def test_one_run_of_a_command_has_vllm() -> None:
 def test_settings_of_vllm_go_with_its_choice() -> None:
     plan = plan_of(None, 2, A100, "rollout={tp: 2, kv_tokens: 64, cuda_graphs: false}")
     model = plan.placement["actor.rollout"]
-    assert (model.engine, model.layout.tp, model.settings.generate_tokens) == ("vllm", 2, 64)
+    assert (model.engine, model.layout.dims.tp, model.settings.generate_tokens) == ("vllm", 2, 64)
 
 
 def test_the_gate_stays_a_setting_of_transformers_with_rounded_weights() -> None:

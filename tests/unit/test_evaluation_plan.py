@@ -8,6 +8,7 @@ import pytest
 from small_runs import TINY, plan_of
 
 from flexrlhf.config.algorithms import ALGORITHMS
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.spec import Spec
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.simulation.inputs import longest_lengths
@@ -159,10 +160,12 @@ def test_its_price_is_that_of_its_operators() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 7, 8, 9, 20])
-@pytest.mark.parametrize("layout", [Layout((0,)), Layout((0, 1, 2)), Layout((3, 1), tp=2), Layout(tuple(range(12)))])
+@pytest.mark.parametrize(
+    "layout", [Layout((0,)), Layout((0, 1, 2)), Layout((3, 1), ParallelDims(tp=2)), Layout(tuple(range(12)))]
+)
 def test_every_held_out_prompt_is_held_by_one_replica(count: int, layout: Layout) -> None:
     shape = evaluation_shape(count, BatchShape(8, 2))
-    found = [shape.prompts_on(layout, ranks[0], shape.mini_batches) for ranks in layout.tp_sets]
+    found = [shape.prompts_on(layout, ranks[0], shape.mini_batches) for ranks in layout.sets("tp")]
     assert sorted(prompt for prompts in found for prompt in prompts) == list(range(count))
     assert all(list(prompts) == sorted(prompts) for prompts in found)
     assert shape.num_rows == 2 * count

@@ -8,6 +8,7 @@ import pytest
 from small_runs import TINY, plan_of
 
 from benchmarks.resharding_volumes import DEGREES, stored_twice
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.engines import EngineFacts
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
@@ -43,7 +44,11 @@ def of_rollout(plan: Plan) -> list[str]:
 def test_the_copy_generates_on_the_ranks_that_train_in_a_layout_of_its_own(overrides: tuple[str, ...], tp: int) -> None:
     plan = plan_of(None, 4, HYBRID, f"rollout.tp={tp}", *overrides)
     copy, actor = plan.placement["actor.rollout"], plan.placement["actor"]
-    assert set(copy.ranks) == set(actor.ranks) and (copy.layout.tp, copy.engine, copy.settings.zero) == (tp, "torch", 0)
+    assert set(copy.ranks) == set(actor.ranks) and (copy.layout.dims.tp, copy.engine, copy.settings.zero) == (
+        tp,
+        "torch",
+        0,
+    )
     models = {each.operator.name: each.model for each in plan.schedule.instructions if isinstance(each, Run)}
     assert models["generate"] == "actor.rollout" and models["train_actor"] == models["logprobs"] == "actor"
     assert of_rollout(plan) == ["Sync", "Run", "Release"]
@@ -58,7 +63,7 @@ def test_a_sync_sends_what_hybridflow_sends(trained: int, generating: int) -> No
     layout, shape = plan.placement["actor"].layout, plan.shapes["actor"]
     whole = [each for each in shape.parameters if len(each[1]) == 1 or each[0] == "model.embed_tokens.weight"]
     split = 4 * (shape.num_parameters - count_elements(tuple(whole)))
-    share = received_share(layout, generating)
+    share = received_share(layout, ParallelDims(generating))
     assert share == Fraction(trained - generating, trained * generating)
     assert plan.traffic.sync_bytes(sync) == 8 * share * split
     assert sync.is_in_place == (trained == generating)
@@ -69,8 +74,8 @@ def test_weights_in_common_are_stored_once(degrees: tuple[int, int, int, int, in
     """HybridFlow's table 2: no redundancy after training by torch, or in stages by Megatron; vLLM, which generates in
     stages, has memory of its own."""
     p, t, d, p_g, t_g = degrees
-    training = Layout(tuple(range(p * t * d)), t, p)
-    generation = generation_layout(training, t_g, p_g)
+    training = Layout(tuple(range(p * t * d)), ParallelDims(t, p))
+    generation = generation_layout(training, ParallelDims(t_g, p_g))
     twice = Fraction(1, t * p)
     assert stored_twice(training, generation, is_once=True) == (twice if p_g > 1 else 0)
     assert stored_twice(training, generation, is_once=False) == twice

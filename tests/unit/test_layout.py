@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.trainer.evaluation_batches import evaluation_shape
 
@@ -55,25 +56,25 @@ def test_a_share_of_zero_holds_nothing() -> None:
 
 def test_tensor_and_pipeline_ranks_of_a_replica_hold_the_same_rows() -> None:
     """Ranks 0-7 as Megatron lays them: tp fastest, then dp, then pp."""
-    layout = Layout(tuple(range(8)), tp=2, pp=2)
+    layout = Layout(tuple(range(8)), ParallelDims(tp=2, pp=2))
     assert layout.dp == 2
     assert [layout.replica(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
 def test_ranks_of_a_replica_hold_its_parts_and_those_of_other_replicas_the_same() -> None:
-    layout = Layout((1, 3, 4, 6, 8, 9), tp=2)
-    assert [layout.tp_index(rank) for rank in layout.ranks] == [0, 1, 0, 1, 0, 1]
-    assert layout.tp_sets == ((1, 3), (4, 6), (8, 9))
+    layout = Layout((1, 3, 4, 6, 8, 9), ParallelDims(tp=2))
+    assert [layout.index("tp", rank) for rank in layout.ranks] == [0, 1, 0, 1, 0, 1]
+    assert layout.sets("tp") == ((1, 3), (4, 6), (8, 9))
     assert [layout.dp_set(rank) for rank in layout.ranks] == [(1, 4, 8), (3, 6, 9)] * 3
 
 
 def test_context_parallel_ranks_have_one_replica_s_rows_and_are_replicas_of_the_weights() -> None:
     """Ranks 10-17: tp fastest, then cp, then dp."""
-    layout = Layout(tuple(range(10, 18)), tp=2, cp=2)
+    layout = Layout(tuple(range(10, 18)), ParallelDims(tp=2, cp=2))
     assert (layout.dp, layout.replica_sets) == (2, ((10, 11, 12, 13), (14, 15, 16, 17)))
-    assert [layout.cp_index(rank) for rank in layout.ranks] == [0, 0, 1, 1] * 2
+    assert [layout.index("cp", rank) for rank in layout.ranks] == [0, 0, 1, 1] * 2
     assert [layout.replica(rank) for rank in layout.ranks] == [0] * 4 + [1] * 4
-    assert layout.cp_set(13) == (11, 13) and layout.dp_set(13) == (13, 17)
+    assert layout.along("cp", 13) == (11, 13) and layout.dp_set(13) == (13, 17)
     assert [rank for rank in layout.ranks if layout.is_first_of_replica(rank)] == [10, 14]
     weights = layout.of_weights
     assert (weights.dp, weights.dp_set(13)) == (4, (11, 13, 15, 17))
@@ -81,16 +82,16 @@ def test_context_parallel_ranks_have_one_replica_s_rows_and_are_replicas_of_the_
 
 
 def test_stages_of_context_parallel_ranks_are_behind_all_replicas() -> None:
-    layout = Layout(tuple(range(8)), pp=2, cp=2)
+    layout = Layout(tuple(range(8)), ParallelDims(pp=2, cp=2))
     assert layout.replica_sets == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert [layout.stage(rank) for rank in layout.ranks] == [0] * 4 + [1] * 4
-    assert layout.pp_set(6) == (2, 6) and layout.cp_set(6) == (6, 7) and layout.dp_set(6) == (4, 6)
+    assert [layout.index("pp", rank) for rank in layout.ranks] == [0] * 4 + [1] * 4
+    assert layout.along("pp", 6) == (2, 6) and layout.along("cp", 6) == (6, 7) and layout.dp_set(6) == (4, 6)
 
 
 def test_without_tensor_parallel_every_rank_is_a_replica() -> None:
     layout = Layout((2, 5))
-    assert layout.tp_sets == ((2,), (5,))
-    assert [layout.tp_index(rank) for rank in (2, 5)] == [0, 0]
+    assert layout.sets("tp") == ((2,), (5,))
+    assert [layout.index("tp", rank) for rank in (2, 5)] == [0, 0]
     assert layout.dp_set(5) == (2, 5)
 
 
@@ -164,7 +165,9 @@ def random_layout(draw: random.Random) -> Layout:
     """Up to 5 replicas, of equal shares or others, on one rank or two each."""
     dp, tp = draw.randint(1, 5), draw.choice((1, 1, 2))
     shares = tuple(Fraction(draw.randint(0, 3)) for _ in range(dp))
-    return Layout(tuple(range(dp * tp)), tp, row_shares=shares if draw.random() < 0.5 and sum(shares) else ())
+    return Layout(
+        tuple(range(dp * tp)), ParallelDims(tp), row_shares=shares if draw.random() < 0.5 and sum(shares) else ()
+    )
 
 
 def test_segments_of_one_prompt_never_part() -> None:

@@ -58,7 +58,7 @@ def test_a_shadow_of_another_engine_has_one_stage() -> None:
 
 def test_the_shadow_of_a_pipeline_is_planned_on_another_engine() -> None:
     plan = plan_of(SIX, 8, *critic(), "models.critic.pp=2", "models.critic.shadow.engine=torch")
-    assert [plan.placement[name].layout.pp for name in ("critic", "critic.shadow")] == [2, 1]
+    assert [plan.placement[name].layout.dims.pp for name in ("critic", "critic.shadow")] == [2, 1]
 
 
 def with_or_without(module: str, there: bool) -> Callable[[str], ModuleSpec | None]:

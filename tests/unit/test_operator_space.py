@@ -251,7 +251,7 @@ def test_what_the_plan_refuses_is_not_found_again() -> None:
         None,
         2.0,
     )
-    assert {model.layout.cp for model in advice.plan.placement.models} == {1}
+    assert {model.layout.dims.cp for model in advice.plan.placement.models} == {1}
 
 
 @pytest.mark.full

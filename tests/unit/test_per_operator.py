@@ -231,7 +231,7 @@ def test_the_resolved_yaml_gives_the_same_placement(short: bool) -> None:
 def test_a_rollout_engine_is_filled_for_its_calls_and_freed_with_its_cache() -> None:
     plan = planned("rollout={engine: vllm, logprobs: reuse, tp: 4}", generate=TP)
     copy = plan.placement["actor.generate"]
-    assert (copy.engine, copy.layout.tp, copy.is_transient) == ("vllm", 2, True)
+    assert (copy.engine, copy.layout.dims.tp, copy.is_transient) == ("vllm", 2, True)
     assert names(plan)[:3] == ["fill actor.generate", "generate", "free actor.generate"]
     state, phases = plan.state(copy, 0), {phase.label: phase.states for phase in plan.memory(0).phases}
     assert state is not None and state.cache and phases["forward on ref"] == phases["forward on reward"]

@@ -270,7 +270,7 @@ def test_weights_for_a_copy_with_stages_are_those_of_its_fullest_rank() -> None:
     )
     sync = next(each for each in plan.schedule.instructions if isinstance(each, Sync) and each.source == "critic")
     copy, shape = plan.placement[sync.destination], plan.shapes["critic"]
-    assert copy.layout.pp == 2 and side_of(copy, 4).replica == 4
+    assert copy.layout.dims.pp == 2 and side_of(copy, 4).replica == 4
     most = max(sum(part.num_elements for part in shape.parts_on(copy, rank).values()) for rank in copy.ranks)
     assert synced_weights(copy, shape, plan.spec).part == 4 * most
 

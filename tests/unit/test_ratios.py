@@ -288,7 +288,7 @@ def test_equal_devices_share_rows_equally() -> None:
 
 def test_tensor_parallel_ranks_make_one_replica() -> None:
     layout = placed(None, 8, "", "models.actor.tp=4")["actor"].layout
-    assert (layout.ranks, layout.tp, layout.dp, layout.row_shares) == (ALL, 4, 2, ())
+    assert (layout.ranks, layout.dims.tp, layout.dp, layout.row_shares) == (ALL, 4, 2, ())
 
 
 def test_a_shadow_has_its_own_tensor_parallel_ranks() -> None:
@@ -319,7 +319,7 @@ def test_row_shares_are_of_replicas() -> None:
 def test_replicas_are_cut_from_ranks_in_ascending_order() -> None:
     explicit = same({"ranks": [0, 1]}, ref={"ranks": [7, 2, 5, 3]})
     layout = placed(explicit, 8, "", "models.ref.tp=2")["ref"].layout
-    assert layout.tp_sets == ((2, 3), (5, 7))
+    assert layout.sets("tp") == ((2, 3), (5, 7))
 
 
 # --- properties

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_runs import RECOMPUTE, plan_of, spec_of
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.engines.vllm.config import engine_arguments
 from flexrlhf.errors import UserError
 from flexrlhf.memory.states import kv_cache_bytes
@@ -87,25 +88,25 @@ def test_the_mapping_form_names_the_engine() -> None:
 @pytest.mark.parametrize(
     ("placement", "ranks", "layout"),
     [
-        (None, 4, Layout((0, 1, 2, 3), tp=2)),
-        ([1, 1, 0.5, 0.5], 4, Layout((0, 1, 2, 3), tp=2)),
-        (SIX, 4, Layout((2, 3), tp=2)),
-        (mapping(actor_rollout={"ranks": [7, 5, 4, 6]}), 8, Layout((4, 5, 6, 7), tp=2)),
+        (None, 4, Layout((0, 1, 2, 3), ParallelDims(tp=2))),
+        ([1, 1, 0.5, 0.5], 4, Layout((0, 1, 2, 3), ParallelDims(tp=2))),
+        (SIX, 4, Layout((2, 3), ParallelDims(tp=2))),
+        (mapping(actor_rollout={"ranks": [7, 5, 4, 6]}), 8, Layout((4, 5, 6, 7), ParallelDims(tp=2))),
     ],
 )
 def test_tensor_parallel_ranks_of_an_engine_lie_side_by_side(placement: Any, ranks: int, layout: Layout) -> None:
     plan = plan_of(placement, ranks, VLLM, "rollout.tp=2")
     engine = plan.placement["actor.rollout"]
     assert (engine.layout, engine.settings.tp) == (layout, 2)
-    assert plan.placement["actor"].layout.tp == 1
-    assert {g.ranks for g in plan.groups if g.purpose == "tp actor.rollout"} == set(layout.tp_sets)
+    assert plan.placement["actor"].layout.dims.tp == 1
+    assert {g.ranks for g in plan.groups if g.purpose == "tp actor.rollout"} == set(layout.sets("tp"))
 
 
 def test_tensor_parallel_ranks_of_an_engine_may_be_all_of_several_nodes() -> None:
     nodes = "cluster={nodes: [{count: 4, devices: 2}]}"
     heads = ("models.actor.init.num_attention_heads=4", "models.actor.init.num_key_value_heads=2")
     plan = plan_of(None, 8, VLLM, nodes, *heads, "rollout.tp=4")
-    assert plan.placement["actor.rollout"].layout.tp_sets == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert plan.placement["actor.rollout"].layout.sets("tp") == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 LATENT = (
@@ -135,7 +136,7 @@ def test_an_engine_with_latent_attention_is_planned_and_not_run() -> None:
 def test_stages_of_an_engine_have_ranks_one_behind_the_other() -> None:
     two = "models.actor.init.num_hidden_layers=2"
     engine = plan_of(None, 4, two, VLLM, "rollout.tp=2", "rollout.pp=2").placement["actor.rollout"]
-    assert engine.layout == Layout((0, 1, 2, 3), tp=2, pp=2)
+    assert engine.layout == Layout((0, 1, 2, 3), ParallelDims(tp=2, pp=2))
     assert (engine.settings.tp, engine.settings.pp) == (2, 2)
     engine = plan_of([1, 1, 0.5, 0.5], 4, two, VLLM, "rollout.pp=2").placement["actor.rollout"]
     assert engine.layout.replica_sets == ((0, 2), (1, 3))
@@ -190,7 +191,9 @@ def test_an_engine_beside_the_actor_takes_its_row_shares() -> None:
 def test_where_replicas_are_other_ranks_row_shares_follow_from_the_devices() -> None:
     """The actor has four replicas, the engine two."""
     shares = UNEQUAL | {"actor": {"ratio": 1, "row_shares": [1, 3, 2, 2]}}
-    assert plan_of(shares, 4, VLLM, "rollout.tp=2").placement["actor.rollout"].layout == Layout((0, 1, 2, 3), tp=2)
+    assert plan_of(shares, 4, VLLM, "rollout.tp=2").placement["actor.rollout"].layout == Layout(
+        (0, 1, 2, 3), ParallelDims(tp=2)
+    )
     nodes = "cluster={nodes: [{devices: 2, class: A100-80G}, {devices: 2, class: V100-32G}], device: cpu}"
     spanning = {"actor": {"ranks": [0, 1, 2, 3]}} | {name: {"ranks": [0]} for name in ("critic", "ref", "reward")}
     engine = plan_of(spanning, 4, VLLM, "rollout.tp=2", nodes).placement["actor.rollout"]
@@ -514,7 +517,7 @@ def test_an_engine_in_place_keeps_what_its_ranks_train(tp: int, order: tuple[int
     actor, engine = plan.placement["actor"], plan.placement["actor.rollout"]
     assert engine.ranks == order
     split = 4 * 16 * 16 + 3 * 16 * 16
-    assert received_share(actor.layout, tp) == Fraction(4 - tp, 4 * tp)
+    assert received_share(actor.layout, ParallelDims(tp)) == Fraction(4 - tp, 4 * tp)
     layers = [name for name, _ in plan.shapes["actor"].parameters if "_proj" in name]
     stored = {rank: plan.shapes["actor"].parts_on(actor, rank) for rank in actor.ranks}
     needed = {rank: plan.shapes["actor"].parts_on(engine, rank) for rank in actor.ranks}

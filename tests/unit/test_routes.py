@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.placement.layout import BatchShape, Layout
 from flexrlhf.placement.transfer import Primitive, Transfer
 from flexrlhf.strategies.routes import PromptsByRank, primitive_of, route
@@ -45,15 +46,20 @@ def shares(*values: int) -> tuple[Fraction, ...]:
 
 PRIMITIVES = [
     ("the same layout", Layout((0, 1)), Layout((0, 1)), "none"),
-    ("a part of the ranks that hold all", Layout((0, 1), tp=2), Layout((1,)), "none"),
-    ("every rank wants all", Layout((0, 1)), Layout((0, 1), tp=2), "all_gather"),
+    ("a part of the ranks that hold all", Layout((0, 1), ParallelDims(tp=2)), Layout((1,)), "none"),
+    ("every rank wants all", Layout((0, 1)), Layout((0, 1), ParallelDims(tp=2)), "all_gather"),
     ("two sides", Layout((0, 1)), Layout((2, 3)), "point_to_point"),
     ("to fewer ranks of the same", Layout((0, 1)), Layout((0,)), "point_to_point"),
     ("to more ranks of the same", Layout((0, 1)), Layout((0, 1, 2, 3)), "all_to_all"),
     ("other row shares", Layout((0, 1)), Layout((0, 1), row_shares=shares(3, 1)), "point_to_point"),
     ("ranks in another order", Layout((0, 1, 2)), Layout((1, 2, 0)), "all_to_all"),
     ("two ranks that swap, each ends with all", Layout((0, 1)), Layout((1, 0)), "all_gather"),
-    ("unequal parts that all want", Layout((0, 1), row_shares=shares(3, 1)), Layout((0, 1), tp=2), "all_to_all"),
+    (
+        "unequal parts that all want",
+        Layout((0, 1), row_shares=shares(3, 1)),
+        Layout((0, 1), ParallelDims(tp=2)),
+        "all_to_all",
+    ),
 ]
 
 
@@ -72,13 +78,13 @@ def test_the_first_primitive_that_matches_is_taken(source: Layout, destination: 
 def test_uneven_prompts_make_an_all_gather_an_all_to_all() -> None:
     for num_prompts, expected in ((8, "all_gather"), (9, "all_to_all")):
         shape = BatchShape(num_prompts)
-        _, primitive = planned(holdings(Layout((0, 1)), shape), holdings(Layout((0, 1), tp=2), shape))
+        _, primitive = planned(holdings(Layout((0, 1)), shape), holdings(Layout((0, 1), ParallelDims(tp=2)), shape))
         assert primitive == expected
 
 
 def test_two_columns_gather_together_only_when_both_are_gathered() -> None:
     shape = BatchShape(4)
-    source, everything = holdings(Layout((0, 1)), shape), holdings(Layout((0, 1), tp=2), shape)
+    source, everything = holdings(Layout((0, 1)), shape), holdings(Layout((0, 1), ParallelDims(tp=2)), shape)
     both = [*route("tokens", source, source, everything), *route("scores", source, source, everything)]
     assert primitive_of(both, (0, 1), True) == "all_gather"
     assert primitive_of(both[:-1], (0, 1), True) == "all_to_all"
@@ -92,14 +98,14 @@ def test_an_exchange_of_a_part_of_the_rows_is_no_all_gather() -> None:
 
 def test_a_rank_outside_the_collective_spoils_an_all_gather() -> None:
     shape = BatchShape(4)
-    transfers, _ = planned(holdings(Layout((0, 1)), shape), holdings(Layout((0, 1), tp=2), shape))
+    transfers, _ = planned(holdings(Layout((0, 1)), shape), holdings(Layout((0, 1), ParallelDims(tp=2)), shape))
     assert primitive_of(transfers, (0, 1, 2), True) == "all_to_all"
 
 
 def test_receivers_take_turns_among_the_ranks_that_hold_the_same_rows() -> None:
     shape = BatchShape(4)
-    source = holdings(Layout((0, 1), tp=2), shape)
-    transfers, _ = planned(source, holdings(Layout((2, 3), tp=2), shape))
+    source = holdings(Layout((0, 1), ParallelDims(tp=2)), shape)
+    transfers, _ = planned(source, holdings(Layout((2, 3), ParallelDims(tp=2)), shape))
     assert [(t.source, t.destination) for t in transfers] == [(0, 2), (1, 3)]
 
 
@@ -114,7 +120,7 @@ def test_random_layouts_get_every_row_once_and_nothing_else() -> None:
         layouts = []
         for _ in range(2):
             tp, pp, dp = draw.choice([1, 2]), draw.choice([1, 2]), draw.randint(1, 3)
-            layouts.append(Layout(tuple(draw.sample(range(14), tp * pp * dp)), tp, pp))
+            layouts.append(Layout(tuple(draw.sample(range(14), tp * pp * dp)), ParallelDims(tp, pp)))
         shape = BatchShape(draw.randint(1, 9), num_mini_batches=1)
         source, needed = (holdings(layout, shape) for layout in layouts)
         transfers, _ = planned(source, needed)
@@ -126,12 +132,12 @@ def test_random_layouts_get_every_row_once_and_nothing_else() -> None:
 
 # --- HybridFlow's transfer protocols
 
-TRAIN = Layout(tuple(range(8)), tp=2, pp=2)
+TRAIN = Layout(tuple(range(8)), ParallelDims(tp=2, pp=2))
 """dp 2: replica 0 on ranks 0, 1 (stage 0) and 4, 5 (stage 1); replica 1 on 2, 3 and 6, 7."""
-GENERATION = Layout((0, 1, 4, 5, 2, 3, 6, 7), tp=2)
+GENERATION = Layout((0, 1, 4, 5, 2, 3, 6, 7), ParallelDims(tp=2))
 """The same ranks with pp 1 and dp 4: two micro data parallel groups inside each replica of TRAIN."""
 DATA = Layout(tuple(range(8)))
-EVERYWHERE = Layout(tuple(range(8)), tp=8)
+EVERYWHERE = Layout(tuple(range(8)), ParallelDims(tp=8))
 CONTROLLER = Layout((8,))
 
 PROTOCOLS: list[tuple[str, Layout, tuple[int, ...] | None, Layout, Primitive]] = [

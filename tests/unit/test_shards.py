@@ -68,8 +68,8 @@ def drawn_shape(draw: random.Random, tp: int) -> ModelShape:
 def copies(model: PlacedModel, name: str, size: tuple[int, ...]) -> int:
     """How many ranks hold a number of this tensor."""
     layout = model.layout
-    is_cut = layout.tp > 1 and tensor_parallel_dim(name, size, layout.tp) is not None
-    return (1 if is_cut else layout.tp) * layout.dp // model.num_shards
+    is_cut = layout.dims.tp > 1 and tensor_parallel_dim(name, size, layout.dims.tp) is not None
+    return (1 if is_cut else layout.dims.tp) * layout.dp // model.num_shards
 
 
 # --- all ranks together
@@ -244,7 +244,7 @@ def test_a_rollout_engine_cuts_the_vocabulary_as_it_pads_it(
     model = rollout(tp, dp=2)
     parameters = {"model.embed_tokens.weight": (vocabulary, 8)} | ({} if tied else {"lm_head.weight": (vocabulary, 8)})
     shape = ModelShape(tuple(sorted(parameters.items())))
-    for set_of_ranks in model.layout.tp_sets:
+    for set_of_ranks in model.layout.sets("tp"):
         parts = [shape.parts_on(model, rank) for rank in set_of_ranks]
         for name in parameters:
             boxes = [part[name].box for part in parts]
@@ -266,7 +266,7 @@ def test_ranks_of_a_rollout_engine_share_a_key_value_head() -> None:
     shape = model_shape("actor", ModelSpec(init=QWEN2))
     assert shape is not None
     model = rollout(4, dp=2)
-    for ranks in model.layout.tp_sets:
+    for ranks in model.layout.sets("tp"):
         parts = [shape.parts_on(model, rank) for rank in ranks]
         for name in ("k_proj.weight", "v_proj.bias"):
             full = f"model.layers.0.self_attn.{name}"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_runs import HEADS, plan_of
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.engines.megatron.memory import ALIGNMENT, megatron_buffer
@@ -53,7 +54,7 @@ def shape_of(head: Head = "causal", **changes: Any) -> ModelShape:
 
 def placed(dp: int, tp: int, pp: int, name: str = "actor", trained: bool = True, **settings: Any) -> PlacedModel:
     spec = ModelSpec(engine="megatron", tp=tp, pp=pp, micro_batch_tokens=BUDGET, **settings)
-    layout = Layout(tuple(range(dp * tp * pp)), tp, pp)
+    layout = Layout(tuple(range(dp * tp * pp)), ParallelDims(tp, pp))
     return PlacedModel(ModelName(name), layout, trained, spec, head=HEADS.get(name, "causal"))
 
 
@@ -69,7 +70,7 @@ def phases(
 
 
 def activations(model: PlacedModel, stage: int, rows: int | None) -> int:
-    size = phases(model, model.layout.pp_set(0)[stage], rows)[0].parts["activations"]
+    size = phases(model, model.layout.along("pp", 0)[stage], rows)[0].parts["activations"]
     assert size is not None
     return size
 
@@ -150,7 +151,7 @@ def test_a_stage_keeps_the_micro_batches_that_wait_for_later_stages() -> None:
     model = placed(1, 1, pp)
     sizes = [activations(model, stage, None) for stage in range(pp)]
     assert sizes == sorted(sizes, reverse=True)
-    blocks = [layers_on_rank(model, shape_of().sizes, rank) for rank in model.layout.pp_set(0)]
+    blocks = [layers_on_rank(model, shape_of().sizes, rank) for rank in model.layout.along("pp", 0)]
     assert [each.is_last for each in blocks] == [False, False, False, True]
     kept = [(sizes[stage] - sizes[stage + 1]) for stage in range(pp - 2)]
     assert kept[0] == kept[1] > 0  # each stage before keeps one micro-batch more
@@ -208,7 +209,7 @@ def test_logits_are_on_the_last_stage_alone() -> None:
 def test_stages_exchange_hidden_states(kind: str) -> None:
     def between(pp: int, stage: int, rows: int | None = None) -> int:
         model = placed(1, 1, pp)
-        return phases(model, model.layout.pp_set(0)[stage], rows, kind)[0].parts.get("between stages") or 0
+        return phases(model, model.layout.along("pp", 0)[stage], rows, kind)[0].parts.get("between stages") or 0
 
     assert between(1, 0) == 0
     assert between(2, 0) >= 2 * BUDGET * HIDDEN * 4

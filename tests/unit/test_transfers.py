@@ -10,6 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import RolloutSpec, SyncSpec
 from flexrlhf.placement.layout import Layout, generation_layout, received_share
@@ -60,7 +61,7 @@ def drawn_holdings(draw: random.Random, shape: ModelShape) -> Holdings:
     ranks = tuple(draw.sample(range(max(8, tp * pp * dp)), tp * pp * dp))
     engine, zero = draw.choice(SPLITS) if pp == 1 and (tp == 1 or dp == 1) else ("torch", draw.choice((0, 3)))
     over = draw.choice([0, *(number for number in range(2, dp) if dp % number == 0)])
-    return holdings(Layout(ranks, tp, pp), shape, engine, zero, rollout=draw.random() < 0.2, over=over)
+    return holdings(Layout(ranks, ParallelDims(tp, pp)), shape, engine, zero, rollout=draw.random() < 0.2, over=over)
 
 
 class Counts:
@@ -215,15 +216,15 @@ ALL = 16 * 64
 
 def test_what_is_there_stays() -> None:
     """The same layout on the same ranks moves nothing; with ranks exchanged, all."""
-    source = holdings(Layout((0, 1), tp=2), MATRICES)
+    source = holdings(Layout((0, 1), ParallelDims(tp=2)), MATRICES)
     assert not list(plan_transfers(source, source, 100).messages)
-    exchanged = holdings(Layout((1, 0), tp=2), MATRICES)
+    exchanged = holdings(Layout((1, 0), ParallelDims(tp=2)), MATRICES)
     assert plan_transfers(source, exchanged, 100).links == {(0, 1): ALL // 2, (1, 0): ALL // 2}
 
 
 def test_only_what_is_missing_is_sent() -> None:
     """Two tensor-parallel ranks to two others that store rows: each sends each the quarter that it has of it."""
-    source = holdings(Layout((0, 1), tp=2), MATRICES)
+    source = holdings(Layout((0, 1), ParallelDims(tp=2)), MATRICES)
     rows = holdings(Layout((2, 3)), MATRICES, "torch", 3)
     up, down = ALL // 2, ALL // 2
     assert plan_transfers(source, rows, 10_000).links == {
@@ -281,15 +282,15 @@ COMBINATIONS = [
 def test_volumes_are_the_published_ones(p: int, t: int, d: int, p_g: int, t_g: int) -> None:
     """Bytes that a GPU receives, of M: HybridFlow (tp - t_g p_g) / (t_g p_g t p), HybridFlow-V (tp - 1) / (tp) and
     DeepSpeed-Chat (tpd - 1) / (tpd), of Sheng et al. 2024, table 2."""
-    training = Layout(tuple(range(p * t * d)), t, p)
+    training = Layout(tuple(range(p * t * d)), ParallelDims(t, p))
     everything = holdings(Layout(training.ranks), MATRICES)
 
     def received(source: Holdings, destination: Holdings) -> set[int]:
         plan = plan_transfers(source, destination, 10_000)
         return {plan.received.get(rank, 0) for rank in training.ranks}
 
-    trained, order = holdings(training, MATRICES), generation_layout(training, t_g, p_g)
-    assert received(trained, holdings(order, MATRICES)) == {int(ALL * received_share(training, t_g, p_g))}
+    trained, order = holdings(training, MATRICES), generation_layout(training, ParallelDims(t_g, p_g))
+    assert received(trained, holdings(order, MATRICES)) == {int(ALL * received_share(training, ParallelDims(t_g, p_g)))}
     assert received(trained, everything) == {ALL * (t * p - 1) // (t * p)}
     assert received(holdings(Layout(training.ranks), MATRICES, "deepspeed", 3), everything) == {
         ALL * (t * p * d - 1) // (t * p * d)
@@ -299,20 +300,27 @@ def test_volumes_are_the_published_ones(p: int, t: int, d: int, p_g: int, t_g: i
 @pytest.mark.parametrize(("p", "t", "d", "p_g", "t_g"), COMBINATIONS)
 def test_generation_keeps_the_trained_part(p: int, t: int, d: int, p_g: int, t_g: int) -> None:
     """No redundant memory: what a rank trains is within what it generates with."""
-    training = Layout(tuple(range(p * t * d)), t, p)
-    trained, generating = (holdings(each, MATRICES) for each in (training, generation_layout(training, t_g, p_g)))
+    training = Layout(tuple(range(p * t * d)), ParallelDims(t, p))
+    trained, generating = (
+        holdings(each, MATRICES) for each in (training, generation_layout(training, ParallelDims(t_g, p_g)))
+    )
     for rank in training.ranks:
         assert Counts.stored(MATRICES, trained[rank]) <= Counts.stored(MATRICES, generating[rank])
 
 
 def test_the_order_of_the_paper() -> None:
     """Training groups of four, generation groups of two: G1 G3 and G2 G4 (figure 8)."""
-    assert generation_layout(Layout(tuple(range(8)), tp=4), 2).tp_sets == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert generation_layout(Layout(tuple(range(8)), ParallelDims(tp=4)), ParallelDims(2)).sets("tp") == (
+        (0, 2),
+        (1, 3),
+        (4, 6),
+        (5, 7),
+    )
 
 
 def test_degrees_that_do_not_divide_have_no_such_order() -> None:
     with pytest.raises(ValueError, match="generation with tp 4 and pp 1 keeps no training part whole"):
-        generation_layout(Layout(tuple(range(8)), tp=2), 4)
+        generation_layout(Layout(tuple(range(8)), ParallelDims(tp=2)), ParallelDims(4))
 
 
 # --- the way between nodes

@@ -114,7 +114,7 @@ class DeepSpeedBytes(EngineBytes):
 
 def _slices(model: PlacedModel, shape: ModelShape, rank: int) -> ModelShape:
     """Return ``shape`` with the sizes of tensor-parallel parts, before DeepSpeed shards them."""
-    if model.layout.tp == 1:
+    if model.layout.dims.tp == 1:
         return shape
     parts = shape.parts_on(model, rank)
     sizes = ((name, tuple(map(len, parts[name].box))) for name, _ in shape.parameters)

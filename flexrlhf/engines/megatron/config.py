@@ -48,22 +48,22 @@ def transformer_config(placed: PlacedModel, sizes: Sizes, config: Any) -> Transf
         qk_layernorm=sizes.family in ("qwen3", "qwen3_moe"),
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        sequence_parallel=layout.tp > 1,
+        tensor_model_parallel_size=layout.dims.tp,
+        pipeline_model_parallel_size=layout.dims.pp,
+        sequence_parallel=layout.dims.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # weights are read into the model afterwards
         perform_initialization=False,
         # rows of a pass are as long as their sequences (``_Pipeline`` in passes.py)
-        variable_seq_lengths=layout.pp > 1,
+        variable_seq_lengths=layout.dims.pp > 1,
         # required with that, also of models without experts
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=True,
         # that would wait for everything on the device, also for rows of other models that are on their way
         batch_p2p_sync=False,
-        deallocate_pipeline_outputs=layout.pp > 1,
+        deallocate_pipeline_outputs=layout.dims.pp > 1,
         # losses are divided by the counts of a whole mini-batch, so that gradients add up
         calculate_per_token_loss=True,
         recompute_granularity="full" if recomputes else None,

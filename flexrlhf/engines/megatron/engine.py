@@ -78,7 +78,7 @@ class MegatronEngine(Lender):
             )
             world = ranks.model.group or context.ranks.alone
             assert world is not None, "the plan has a group of one rank for every rank of a Megatron model"
-            copies = placed.layout.cp
+            copies = placed.layout.dims.cp
             self._update = StageUpdate(self._settings, module, groups, world, context.num_updates, copies)
             if self._settings.dtype != "float32":
                 _read_masters(source, self._update.tensors(self._named)[TrainingState.WEIGHTS])

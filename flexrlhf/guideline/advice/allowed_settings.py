@@ -12,7 +12,9 @@ from flexrlhf.api import (
     Layout,
     ModelName,
     ModelSpec,
+    ParallelDims,
     PlacedModel,
+    RolloutSpec,
     UserError,
     check_placed_model,
     rollout_settings,
@@ -23,7 +25,7 @@ from flexrlhf.guideline.advice.tried_settings import TriedSettings
 from flexrlhf.guideline.advice.uniform_mesh import UniformMesh, layout_on_first, on_mesh, with_settings
 
 CHOSEN = (
-    *("engine", "dtype", "zero", "shard", "tp", "pp", "cp", "ep"),
+    *("engine", "dtype", "zero", "shard", *ParallelDims._fields),
     *("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer"),
 )
 """Settings that differ between the options of a model, and that others may rule out."""
@@ -47,38 +49,34 @@ class AllowedSettings:
         """Place the model on the first devices, once with each layout and ZeRO stage that plans allow."""
         base = self.tried.base(model, mesh)
         own = base.of_shadow if model.is_shadow else base
-        for tp, pp, cp, ep in self.tried.degrees(model, mesh, base):
-            layout = self._allowed_layout(mesh, tp, pp, cp, ep, model.is_rollout, own.context_parallel == "ring")
+        for dims in self.tried.dims(model, mesh, base):
+            crossing = () if model.is_rollout else own.crossing_axes
+            layout = self._allowed_layout(mesh, Degrees(dims, crossing, whole_nodes=model.is_rollout))
             if layout is None:
                 continue
             if model.is_rollout:
-                rollout = self.tried.spec.rollout.model_copy(update={"tp": tp, "pp": pp})
+                degrees = {name: getattr(dims, name) for name in RolloutSpec.AXES}
+                rollout = self.tried.spec.rollout.model_copy(update=degrees)
                 settings = rollout_settings(base, layout, self.tried.spec.model_copy(update={"rollout": rollout}))
                 placed = PlacedModel(model.name, layout, False, settings, rollout)
                 if self.is_allowed(model, mesh, placed):
                     yield placed
                 continue
-            stages, by_stage = self.tried.stages(model, mesh, base, tp * pp), dict[int, list[PlacedModel]]()
+            stages, by_stage = self.tried.stages(model, mesh, base, dims.parts), dict[int, list[PlacedModel]]()
             for zero, shard in product(stages, self.tried.shards(model, mesh, own)):
-                change = {"zero": zero, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "shard": shard}
+                change = {"zero": zero, "shard": shard, **dims._asdict()}
                 sharded = self._as_set(model, mesh, layout, own.model_copy(update=change))
                 if sharded is not None and self.is_allowed(model, mesh, sharded):
                     by_stage.setdefault(zero, []).append(sharded)
             # of a single replica no stage shards anything
-            for zero in by_stage if tp * pp < mesh.size else [*by_stage][:1]:
+            for zero in by_stage if dims.parts < mesh.size else [*by_stage][:1]:
                 yield from by_stage[zero]
 
-    def _allowed_layout(
-        self, mesh: UniformMesh, tp: int, pp: int, cp: int, ep: int, is_rollout: bool, crosses: bool
-    ) -> Layout | None:
-        """Return the layout of a model on all devices of the mesh; None if a plan refuses it.
-
-        ``crosses``: whether context-parallel ranks may be on several nodes.
-        """
-        degrees = Degrees(tp, pp, cp, crosses, ep, whole_nodes=is_rollout)
+    def _allowed_layout(self, mesh: UniformMesh, degrees: Degrees) -> Layout | None:
+        """Return the layout of a model on all devices of the mesh; None if a plan refuses it."""
 
         def made() -> tuple[Layout | None]:
-            layout = layout_on_first(mesh.size, tp, pp, cp, ep)
+            layout = layout_on_first(mesh.size, degrees.dims)
             try:
                 degrees.check("", "", layout.ranks, mesh.cluster)
             except UserError:

@@ -63,7 +63,7 @@ class FigureMaker:
 
     def _states(self, placed: PlacedModel) -> Iterator[State]:
         """Yield the state of each pipeline stage."""
-        for rank in placed.layout.pp_set(0):
+        for rank in placed.layout.along("pp", 0):
             state = self._sizing.own_state(placed, rank)
             assert state is not None, "shapes are known"
             yield state
@@ -84,7 +84,7 @@ class FigureMaker:
             if call.kind != "train":
                 # without gradients ZeRO matters where it shards the weights alone
                 time_key = self._key(placed, mesh, *((zero, over) if zero >= 2 else ()))
-                if placed.layout.pp == 1:
+                if placed.layout.dims.pp == 1:
                     size_key = self._key(placed, mesh, *((zero, over) if placed.split != "whole" else ()))
             patterns = row_patterns(call.shape(self.batch), placed.layout, call.mini_batches)
             most = max(map(max if call.kind == "train" else sum, patterns))
@@ -121,7 +121,7 @@ class FigureMaker:
         used = [each for each in rows if any(each)]
         layout, shape = placed.layout, self.shapes[placed.role]
         own = settings.offload_optimizer, placed.rollout is None, placed.trained, mesh.device.name
-        key = "call", placed.role, own, relevant_settings(kind, settings), call, tuple(used), layout.cp
+        key = "call", placed.role, own, relevant_settings(kind, settings), call, tuple(used), layout.dims.cp
 
         def made() -> Call:
             return self.maker.call(kind, replace(placed, settings=settings), shape, used, call.texts, call.compares)
@@ -141,14 +141,14 @@ class FigureMaker:
         placed = sharded.placed_with(settings)
         if kind == "generate":
             # context-parallel ranks share the rows
-            parts = placed.layout.cp
+            parts = placed.layout.dims.cp
             rows = parts * self._lengths.rows_decoded(placed, -(-rows // parts))
         block = self.batch.block_rows
         work = Compute(
             kind, placed.name, rows, texts=call.texts, compares=call.compares, block=block, tokens=call.tokens
         )
         most, sizes = sharded.state.resting, []
-        for rank, state in zip(placed.layout.pp_set(0), sharded.stages, strict=True):
+        for rank, state in zip(placed.layout.along("pp", 0), sharded.stages, strict=True):
             for phase in self._sizing.call_phases(work, placed, rank):
                 sizes.append(phase.part_bytes + (state.training if phase.trains else state.resting) - most)
         return max(sizes)
@@ -157,16 +157,16 @@ class FigureMaker:
         """Return the mesh of a model as costs depend on it."""
         layout, zero, shape = placed.layout, placed.settings.zero, self.shapes[placed.role]
         # the stages of a rollout engine work in turn
-        split = layout.dp, layout.tp, 1 if placed.rollout is not None else layout.pp
-        over, parts = placed.sharded_over, (layout.cp, is_ring(placed, shape))
-        return Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, True, over, *parts, layout.ep)
+        split = layout.dp, layout.dims.tp, 1 if placed.rollout is not None else layout.dims.pp
+        over, parts = placed.sharded_over, (layout.dims.cp, is_ring(placed, shape))
+        return Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, True, over, *parts, layout.dims.ep)
 
     def transfers(self, model: SearchModel, placed: PlacedModel) -> TransferBytes:
         """Return the bytes of a model's syncs and saves, of the stage that needs most."""
         most, under_way = [0], [0]
         if placed.trained:
             most.append(self._sizing.saving_bytes(placed, len(placed.gather_sets[0])))
-        for rank in placed.layout.pp_set(0):
+        for rank in placed.layout.along("pp", 0):
             travelling = 0
             for sync in model.syncs:
                 ends = (placed, self._partner(sync.partner, placed))
@@ -194,7 +194,17 @@ class FigureMaker:
         where, layout = (mesh.size, mesh.per_node, mesh.device.name), placed.layout
         # a rollout engine's cache is allocated all the time
         cache = None if placed.rollout is None else placed.settings.generate_tokens
-        return placed.role, placed.trained, where, layout.tp, layout.pp, layout.cp, layout.ep, cache, settings
+        return (
+            placed.role,
+            placed.trained,
+            where,
+            layout.dims.tp,
+            layout.dims.pp,
+            layout.dims.cp,
+            layout.dims.ep,
+            cache,
+            settings,
+        )
 
     def _state_key(self, placed: PlacedModel, mesh: UniformMesh) -> object:
         """Key of all that the bytes of the model's state depend on."""
@@ -204,7 +214,7 @@ class FigureMaker:
     def transfer_key(sharded: ShardedModel, mesh: UniformMesh) -> object:
         """Key of all that the bytes of the model's syncs and saves depend on: the parts of it that ranks store."""
         placed, layout = sharded.placed, sharded.placed.layout
-        stored = placed.split, placed.num_shards, layout.tp, layout.pp, layout.ep
+        stored = placed.split, placed.num_shards, layout.dims.tp, layout.dims.pp, layout.dims.ep
         kind = placed.role, placed.trained, placed.rollout is None
         return kind, mesh.device.name, stored, sharded.side.shards
 

@@ -229,7 +229,7 @@ def _replicas_stay_in_nodes(item: JudgedPlan) -> Judgement:
         nodes = len({item.cluster.node_of(rank) for rank in model.ranks})
         if model.name in generating and model.split != "whole" and nodes > 1 and not model.is_sharded_in_nodes:
             return False, f"{model.name} gathers its weights over {nodes} nodes at every token"
-    degrees = [(model.layout.tp, model.name) for model in plan.placement.models]
+    degrees = [(model.layout.dims.tp, model.name) for model in plan.placement.models]
     widest, name = max(degrees)
     return True, f"replicas of at most {item.cluster.most_on_node} devices in a node, tp {widest} of {name} the widest"
 

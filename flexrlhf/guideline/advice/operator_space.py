@@ -296,7 +296,7 @@ class OperatorSpace(Space):
         if self.sketch.is_of_rollout(choice.part):
             own["pp"] = None if settings.pp == self.spec.rollout.pp else settings.pp
             return own
-        own |= {"zero": settings.zero, "pp": settings.pp if settings.facts.pp else None}
+        own |= {"zero": settings.zero, "pp": settings.pp if "pp" in settings.facts.axes else None}
         for name in ("engine", "shard", "cp", "ep"):
             own[name] = None if getattr(settings, name) == getattr(model, name) else getattr(settings, name)
         tokens = (model.of_shadow if is_kept else model).micro_batch_tokens

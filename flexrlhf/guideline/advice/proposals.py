@@ -66,7 +66,8 @@ def usable_cluster(cluster: ClusterSpec, share: float, communicators: int) -> Cl
 
 def _of_shadow(settings: ModelSpec, own: ModelSpec) -> Iterator[tuple[str, object]]:
     """Yield the chosen settings of a shadow; None: the same as its role's ``own``."""
-    for name in ("zero", "tp", *(("pp",) if settings.facts.pp else ()), "micro_batch_tokens", "generate_tokens"):
+    stages = ("pp",) if "pp" in settings.facts.axes else ()
+    for name in ("zero", "tp", *stages, "micro_batch_tokens", "generate_tokens"):
         yield name, getattr(settings, name)
     for name in ("shard", "cp", "ep"):
         yield name, None if getattr(settings, name) == getattr(own, name) else getattr(settings, name)

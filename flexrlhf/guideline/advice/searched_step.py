@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
-from flexrlhf.api import BatchShape, DeviceClass, Layout, Lengths, ModelShape, PlacedModel, ResolvedSpec, Run, Sync
+from flexrlhf.api import BatchShape, DeviceClass, Layout, Lengths, ModelShape, ParallelDims, PlacedModel, ResolvedSpec, Run, Sync
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.sketch import Sketch, name_of
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
@@ -128,7 +128,7 @@ class SearchedStep(ResolvedSpec):
         """Return the weights that a sync sends to ``follower``."""
         side = _side_of(to)
         if (follower.name, side) not in self._weights_cache:
-            layout = Layout(tuple(range(side.size)), side.tp, side.pp, ep=side.ep)
+            layout = Layout(tuple(range(side.size)), ParallelDims(side.tp, side.pp, ep=side.ep))
             settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp, "pp": side.pp})
             over = side.shards // side.parts
             kind = follower.rollout, follower.head

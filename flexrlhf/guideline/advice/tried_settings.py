@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
@@ -10,11 +10,14 @@ from math import inf
 from pydantic import BaseModel
 
 from flexrlhf.api import (
+    AXES,
+    Axis,
     BatchShape,
     EngineFacts,
     Layout,
     ModelShape,
     ModelSpec,
+    ParallelDims,
     PlacedModel,
     RolloutSpec,
     Spec,
@@ -68,40 +71,51 @@ class TriedSettings:
         assert base is not None, f"{model.role} is resolved"
         return mesh.cluster.settings_on(base, base.fallback_dtype, (0,))
 
-    def degrees(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[tuple[int, int, int, int]]:
-        """(tp, pp, cp, ep) that are tried, of those that divide the devices of the mesh: ``_is_allowed`` refuses what
-        does not go with the model."""
-        for tp in self._tensor_parallel(model, mesh, base):
-            for pp in self._pipelines(model, mesh, base):
-                for cp in self._parts_of_rows(model, base, tp, mesh.size // (tp * pp)):
-                    for ep in self._parts_of_experts(model, mesh, base, tp):
-                        if mesh.size % (tp * pp * cp) == 0 and mesh.size // (tp * pp) % ep == 0:
-                            yield tp, pp, cp, ep
+    def dims(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> Iterator[ParallelDims]:
+        """Degrees that are tried, of those that divide the devices of the mesh; of an axis that the YAML has a degree
+        of that one alone. ``_is_allowed`` refuses what does not go with the model."""
+        found = [ParallelDims()]
+        for axis in AXES:
+            tried = [(each, self._degrees(axis, model, mesh, base, each)) for each in found]
+            found = [each._replace(**{axis.name: degree}) for each, degrees in tried for degree in degrees]
+        for each in found:
+            if mesh.size % each.replica == 0 and mesh.size // each.parts % each.expert_parts == 0:
+                yield each
 
-    def _parts_of_experts(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, tp: int) -> tuple[int, ...]:
-        """Numbers of expert-parallel ranks that are tried; the one in the YAML alone, if there is one. Tensor-parallel
-        ranks share experts, too: next to several, those alone are tried that fill a node, of a large model."""
-        sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "ep")
+    def _degrees(
+        self, axis: Axis, model: SearchModel, mesh: UniformMesh, base: ModelSpec, others: ParallelDims
+    ) -> tuple[int, ...]:
+        """Degrees of one axis that are tried with the degrees of ``others`` before it."""
+        in_yaml = self._in_yaml(model, base, axis.name)
         if in_yaml is not None:
             return (in_yaml,)
-        has_experts = sizes is not None and sizes.experts is not None
-        if not has_experts or model.is_rollout or not self.facts(model, base).ep:
+        if axis.name not in self.facts(model, base).axes or (model.is_rollout and axis.name not in RolloutSpec.AXES):
             return (1,)
-        if tp == 1:
+        return _TRIED[axis.name](self, model, mesh, base, others)
+
+    def _parts_of_experts(
+        self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, others: ParallelDims
+    ) -> tuple[int, ...]:
+        """Numbers of expert-parallel ranks that are tried. Tensor-parallel ranks share experts, too: next to several,
+        those alone are tried that fill a node, of a large model."""
+        sizes = self.shapes[model.role].sizes
+        if sizes is None or sizes.experts is None:
+            return (1,)
+        if others.tp == 1:
             return EXPERT_PARALLEL
-        return tuple(sorted({1, mesh.per_node // tp})) if self._fills_node(model, mesh, base) else (1,)
+        return tuple(sorted({1, mesh.per_node // others.tp})) if self._fills_node(model, mesh, base) else (1,)
 
-    def _parts_of_rows(self, model: SearchModel, base: ModelSpec, tp: int, replicas: int) -> tuple[int, ...]:
-        """Numbers of context-parallel ranks that are tried; the one in the YAML alone, if there is one, and several
-        only for long rows, and for fewer replicas where some would wait: they exchange states in every layer, and
-        replicas do not. Ranks that cannot have equally many heads each exchange more, and are not tried."""
-        in_yaml, sizes = self._in_yaml(model, base, "cp"), self.shapes[model.role].sizes
-        if in_yaml is not None:
-            return (in_yaml,)
-        if model.is_rollout or not self.facts(model, base).cp or sizes is None:
+    def _parts_of_rows(
+        self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, others: ParallelDims
+    ) -> tuple[int, ...]:
+        """Numbers of context-parallel ranks that are tried, several only for long rows, and for fewer replicas where
+        some would wait: they exchange states in every layer, and replicas do not. Ranks that cannot have equally many
+        heads each exchange more, and are not tried."""
+        sizes = self.shapes[model.role].sizes
+        if sizes is None:
             return (1,)
-        tried = tuple(cp for cp in CONTEXT_PARALLEL if sizes.heads % (cp * tp) == 0)
-        return tried if self.spec.lengths.are_long else self._evener(model, tried, replicas)
+        tried = tuple(cp for cp in CONTEXT_PARALLEL if sizes.heads % (cp * others.tp) == 0)
+        return tried if self.spec.lengths.are_long else self._evener(model, tried, mesh.size // others.replica)
 
     def _evener(self, model: SearchModel, tried: Sequence[int], replicas: int) -> tuple[int, ...]:
         """Return the numbers, of those ``tried``, with which ``replicas`` wait less for the fullest one than with
@@ -132,23 +146,21 @@ class TriedSettings:
         engine = self.spec.rollout.engine if model.is_rollout else (base.of_shadow if model.is_shadow else base).engine
         return EngineFacts.of(engine)
 
-    def _pipelines(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> tuple[int, ...]:
-        """Numbers of pipeline stages that are tried; the one in the YAML alone, if there is one. Stages of a rollout
-        engine decode in turn, so it has several only where its weights take much of a node's memory."""
-        in_yaml = self._in_yaml(model, base, "pp")
-        if in_yaml is not None or not self.facts(model, base).pp:
-            return (in_yaml or 1,)
+    def _pipelines(
+        self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, others: ParallelDims
+    ) -> tuple[int, ...]:
+        """Numbers of pipeline stages that are tried. Stages of a rollout engine decode in turn, so it has several only
+        where its weights take much of a node's memory."""
         return STAGES if not model.is_rollout or self._fills_node(model, mesh, base) else (1,)
 
-    def _tensor_parallel(self, model: SearchModel, mesh: UniformMesh, base: ModelSpec) -> tuple[int, ...]:
-        """Sizes of tensor-parallel groups that are tried, in a node or on whole ones; the one in the YAML alone, if
-        there is one.
+    def _tensor_parallel(
+        self, model: SearchModel, mesh: UniformMesh, base: ModelSpec, others: ParallelDims
+    ) -> tuple[int, ...]:
+        """Sizes of tensor-parallel groups that are tried, in a node or on whole ones.
 
         Training with adapters is tried with 1: published steps with adapters, which costs are fitted to, have no other.
         """
-        sizes, in_yaml = self.shapes[model.role].sizes, self._in_yaml(model, base, "tp")
-        if in_yaml is not None:
-            return (in_yaml,)
+        sizes = self.shapes[model.role].sizes
         is_adapted = base.lora is not None and not model.is_rollout
         is_open = self.facts(model, base).searches_tp and not is_adapted
         tried = tuple(tp for tp in TENSOR_PARALLEL if tp <= mesh.per_node) if is_open else (1,)
@@ -261,3 +273,12 @@ class TriedSettings:
         if section is None:
             return set()
         return {name for name in section.model_fields_set if getattr(section, name) is not None}
+
+
+_TRIED: Mapping[str, Callable[[TriedSettings, SearchModel, UniformMesh, ModelSpec, ParallelDims], tuple[int, ...]]] = {
+    "tp": TriedSettings._tensor_parallel,
+    "pp": TriedSettings._pipelines,
+    "cp": TriedSettings._parts_of_rows,
+    "ep": TriedSettings._parts_of_experts,
+}
+"""Axis → function that returns the degrees that are tried."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from flexrlhf.api import Cluster, DeviceClass, Layout, ModelSpec, PlacedModel, RolloutSpec
+from flexrlhf.api import Cluster, DeviceClass, Layout, ModelSpec, ParallelDims, PlacedModel, RolloutSpec
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.costs.cost_model import Links
 
@@ -36,14 +36,14 @@ def _cluster(size: int, per_node: int, device_class: str) -> Cluster:
 
 
 @lru_cache(maxsize=1024)
-def layout_on_first(size: int, tp: int, pp: int, cp: int, ep: int) -> Layout:
+def layout_on_first(size: int, dims: ParallelDims) -> Layout:
     """Layout on the first ``size`` devices."""
-    return Layout(tuple(range(size)), tp, pp, cp=cp, ep=ep)
+    return Layout(tuple(range(size)), dims)
 
 
 def layout_of(mesh: UniformMesh, settings: ModelSpec) -> Layout:
     """Return the layout of a model with ``settings`` on all devices of the mesh."""
-    return layout_on_first(mesh.size, settings.tp, settings.pp, settings.cp, settings.ep)
+    return layout_on_first(mesh.size, settings.dims)
 
 
 def on_mesh(

@@ -203,7 +203,7 @@ class CallMaker:
         epochs = self.epochs if trains else 1
         # replicas wait for each other at every update, else at the end
         fullest = list(map(max, zip(*rows, strict=True))) if trains else max(rows, key=sum)
-        cp = model.layout.cp
+        cp = model.layout.dims.cp
         if kind == "generate":  # of prompts that context-parallel ranks share
             fullest = [-(-number // cp) for number in fullest]
         most = sum(fullest)

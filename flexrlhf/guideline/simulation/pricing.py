@@ -219,15 +219,15 @@ class Pricer:
             device=device,
             links=self.links(model.ranks),
             dp=layout.dp,
-            tp=layout.tp,
-            pp=1 if works_in_turn else layout.pp,
+            tp=layout.dims.tp,
+            pp=1 if works_in_turn else layout.dims.pp,
             per_node=self._per_node(model),
             zero=model.settings.zero,
             stages_spread=True,
             sharded_over=model.sharded_over,
-            cp=layout.cp,
+            cp=layout.dims.cp,
             is_ring=is_ring(model, self.shape(model)),
-            ep=layout.ep,
+            ep=layout.dims.ep,
         )
 
     def _move(self, move: Move) -> Cost:
@@ -273,7 +273,7 @@ class Pricer:
             return self.costs.switch(0, self.device(instruction.ranks[0]))
         (name,) = instruction.uses
         model = self.plan.placement[name]
-        states = [self.plan.state(model, rank) for rank in model.layout.pp_set(instruction.ranks[0])]
+        states = [self.plan.state(model, rank) for rank in model.layout.along("pp", instruction.ranks[0])]
         slowest = min((self.device(rank) for rank in instruction.ranks), key=lambda device: device.host_gb_s)
         return self.costs.switch(max(0 if state is None else state.offloaded for state in states), slowest)
 
@@ -282,7 +282,7 @@ class Pricer:
         meanwhile."""
         models = [self.plan.placement[name] for name in instruction.uses]
         sizes: dict[int, int] = defaultdict(int)
-        firsts = {rank for each in models for rank in each.layout.pp_set(each.ranks[0])}
+        firsts = {rank for each in models for rank in each.layout.along("pp", each.ranks[0])}
         for model in models:
             for rank in firsts & set(model.ranks):
                 sizes[rank] += self.plan.sizing.copied_bytes(model, rank)
@@ -304,8 +304,8 @@ def side_of(model: PlacedModel, per_node: int) -> MeshSide:
     """Return the layout of ``model`` as one end of an exchange."""
     shards = max(map(len, model.gather_sets))
     layout = model.layout
-    degrees = layout.pp, layout.cp, layout.ep
-    return MeshSide(len(model.ranks), per_node, layout.dp, layout.tp, model.settings.zero, shards, *degrees)
+    degrees = layout.dims.pp, layout.dims.cp, layout.dims.ep
+    return MeshSide(len(model.ranks), per_node, layout.dp, layout.dims.tp, model.settings.zero, shards, *degrees)
 
 
 def is_ring(model: PlacedModel, shape: ModelShape) -> bool:
@@ -328,7 +328,7 @@ def synced_weights(destination: PlacedModel, shape: ModelShape, spec: Spec, over
     float32."""
     sent = shape.of_copy(destination).trained
     # where shards are uneven the first rank of a stage has most
-    firsts = destination.layout.pp_set(destination.ranks[0])
+    firsts = destination.layout.along("pp", destination.ranks[0])
     item = destination.sent_item_bytes(spec.sync.dtype)
     part = item * max(shape.trained_elements_on(destination, rank) for rank in firsts)
     adapters = 4 * shape.num_trained if shape.is_merged_in(destination) else 0
