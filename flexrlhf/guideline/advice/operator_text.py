@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flexrlhf.api import Plan, Run, bytes_text, span_of, table
+from flexrlhf.api import OF_PARTS, Plan, Run, bytes_text, span_of, table
 from flexrlhf.guideline.advice.advised_yaml import SIMULATED, peak_of
 from flexrlhf.guideline.advice.operator_space import OperatorAdvice
-from flexrlhf.guideline.advice.settings_text import further_degrees
+from flexrlhf.guideline.advice.settings_text import further_axes
 from flexrlhf.guideline.simulation.inputs import CostSource
 from flexrlhf.guideline.simulation.simulation_text import range_text
 from flexrlhf.guideline.simulation.usage import Prices, usage_of
@@ -31,12 +31,13 @@ def format_operator_advice(advice: OperatorAdvice, source: CostSource, prices: P
 
 
 def _operators(plan: Plan) -> list[str]:
-    degrees = ("dp", "tp", "pp", *further_degrees(plan.placement.models))
+    axes = (*OF_PARTS, *further_axes(plan.placement.models))
+    degrees = ("dp", *(axis.name for axis in axes))
     rows: list[tuple[str, ...]] = [("operator", "ranks", "engine", *degrees, "zero", "pass tokens", "copy")]
     for run in plan.schedule.instructions:
         if isinstance(run, Run) and run.operator.name in plan.placement.operators:
             model = plan.placement[run.model]
-            sizes = (str(getattr(model.layout, degree)) for degree in degrees)
+            sizes = (str(model.layout.dp), *(str(model.layout.dims.of(axis)) for axis in axes))
             composes_passes = run.operator.call in ("forward", "train")
             tokens = str(model.with_passes(run.tokens).settings.micro_batch_tokens) if composes_passes else "-"
             own = span_of(model.ranks), model.engine, *sizes, model.zero_text, tokens, model.name

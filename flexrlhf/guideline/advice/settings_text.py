@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from flexrlhf.api import ModelSpec, PlacedModel, PlacementMap, Run, bytes_text, ranks_text, table
+from flexrlhf.api import (
+    OF_COPIES,
+    OF_EXPERTS,
+    OF_PARTS,
+    Axis,
+    ModelSpec,
+    PlacedModel,
+    PlacementMap,
+    Run,
+    bytes_text,
+    ranks_text,
+    table,
+)
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.choice import ratios_of
 
@@ -21,13 +33,13 @@ def settings_table(item: FeasibleCandidate) -> list[str]:
     """Return a table of the placed models, with a row for those alike, and lines on the schedule, engines and host
     memory."""
     models = item.plan.placement.models
-    further = ["pp"] * any("pp" in model.facts.axes for model in models if model.rollout is None)
-    further += further_degrees(models)
-    degrees = ("dp", "tp", *further, "zero")
+    engines = [model.facts for model in models if model.rollout is None]
+    axes = [axis for axis in OF_PARTS if any(axis.name in facts.axes for facts in engines)] + further_axes(models)
+    degrees = ("dp", *(axis.name for axis in axes), "zero")
     head = ("model", "ranks", *degrees, "pass tokens", "decoded", "recompute")
     alike: dict[tuple[str, ...], list[str]] = {}
     for model in models:
-        alike.setdefault(_settings_of(model, item, degrees[:-1]), []).append(model.name)
+        alike.setdefault(_settings_of(model, item, axes), []).append(model.name)
     rows = [head, *((", ".join(names), *cells) for cells, names in alike.items())]
     in_nodes = any(each.is_sharded_in_nodes for each in models)
     legend = ["zero in each node: a node's devices have all shards"] if in_nodes else []
@@ -35,9 +47,9 @@ def settings_table(item: FeasibleCandidate) -> list[str]:
     return [*lines, *legend, _schedule(item), *_generators(item), *_in_host_memory(item)]
 
 
-def further_degrees(models: Sequence[PlacedModel]) -> list[str]:
-    """Return the degrees that few plans have, of those that any of ``models`` has."""
-    return [name for name in ("cp", "ep") if any(getattr(model.layout, name) > 1 for model in models)]
+def further_axes(models: Sequence[PlacedModel]) -> list[Axis]:
+    """Return the axes that few plans have, of those that any of ``models`` has several ranks along."""
+    return [axis for axis in OF_COPIES + OF_EXPERTS if any(model.layout.dims.of(axis) > 1 for model in models)]
 
 
 def _schedule(item: FeasibleCandidate) -> str:
@@ -80,14 +92,14 @@ def _in_host_memory(item: FeasibleCandidate) -> Iterator[str]:
         yield f"in host memory while others compute: {', '.join(names)}; a node's host needs {bytes_text(later)}{more}"
 
 
-def _settings_of(model: PlacedModel, item: FeasibleCandidate, degrees: Sequence[str]) -> tuple[str, ...]:
+def _settings_of(model: PlacedModel, item: FeasibleCandidate, axes: Sequence[Axis]) -> tuple[str, ...]:
     """Return the cells of a model after its name."""
     settings, layout = model.settings, model.layout
     width = item.plan.lengths.prompt + item.plan.lengths.response
     tokens = "-" if model.rollout is not None else str(settings.micro_batch_tokens)
     decoded = str(settings.generate_tokens // width) if _generates(model, item) else "-"
     recompute = "-" if not model.trained else "yes" if settings.activation_checkpointing else "no"
-    split = (*(str(getattr(layout, degree)) for degree in degrees), model.zero_text)
+    split = (str(layout.dp), *(str(layout.dims.of(axis)) for axis in axes), model.zero_text)
     return (ranks_text(model.ranks), *split, tokens, decoded, recompute)
 
 
