@@ -7,7 +7,18 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
-from flexrlhf.api import BatchShape, DeviceClass, Layout, Lengths, ModelShape, ParallelDims, PlacedModel, ResolvedSpec, Run, Sync
+from flexrlhf.api import (
+    BatchShape,
+    DeviceClass,
+    Layout,
+    Lengths,
+    ModelShape,
+    ParallelDims,
+    PlacedModel,
+    ResolvedSpec,
+    Run,
+    Sync,
+)
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
 from flexrlhf.guideline.advice.sketch import Sketch, name_of
 from flexrlhf.guideline.costs.cost_model import CostModel, Links
