@@ -285,7 +285,7 @@ class ModelSpec(StrictModel):
 
     @property
     def dims(self) -> ParallelDims:
-        """Its degree of each axis."""
+        """Degree of each axis."""
         return ParallelDims.of_settings(self)
 
     @property

@@ -228,7 +228,7 @@ class RolloutSpec(StrictModel):
 
     @property
     def dims(self) -> ParallelDims:
-        """Its degree of each axis."""
+        """Degree of each axis."""
         return ParallelDims.of_settings(self)
 
     @model_validator(mode="after")
