@@ -1,7 +1,7 @@
 """Plug-ins: parts of a run or of the command line that packages add by entry points, found by group and name.
 
-Parts of this package that not every run needs are found alike. They are in a table as well: it is read without the
-metadata of all installed packages, which takes tens of milliseconds, and from a checkout that has none.
+Parts of this package that not every run needs are found alike, in a table: it is read without the metadata of all
+installed packages, which takes tens of milliseconds, and from a checkout that has none.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ SHIPPED: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "chooser": {"search": "flexrlhf.guideline.advice.auto:choose"},
     }
 )
-"""Plug-ins of this package, by group and name: ``module:attribute``. ``pyproject.toml`` has the same."""
+"""Plug-ins of this package, by group and name: ``module:attribute``."""
 
 NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexrlhf.config.algorithms import KINDS
+
 Raw = dict[str, Any]
 FAST = {"learning_rate": 0.01, "eps": 1e-4}
 """Optimizer of adapters, which start at zero."""
@@ -73,16 +75,20 @@ DEFAULTS: dict[str, Raw] = {
     "rloo": {"prompts_per_step": 4, "samples_per_prompt": 4, **CLIPS, "kl": {"coefficient": 0.1}},
     # a mean over a response's tokens moves less than one of them
     "gspo": {"prompts_per_step": 4, "samples_per_prompt": 4, "clip_low": 0.01, "clip_high": 0.02, "kl": None},
-    "raft": {"prompts_per_step": 4, "samples_per_prompt": 4, **CLIPS, "kl": None},
     "reinforce++": {"prompts_per_step": 8, **CLIPS, "kl": {"coefficient": 0.1}},
     "remax": {"prompts_per_step": 8, **CLIPS, "kl": {"coefficient": 0.1}},
-    "dpo": {"prompts_per_step": 8},
-    "simpo": {"prompts_per_step": 8},
-    "orpo": {"prompts_per_step": 8},
-    "kto": {"prompts_per_step": 8},
-    "sft": {"prompts_per_step": 8},
-    "reward": {"prompts_per_step": 8},
 }
+
+
+def _default(name: str) -> Raw:
+    """Settings of an algorithm that has none of its own in ``DEFAULTS``."""
+    if not KINDS[name].SAMPLES:
+        return {"prompts_per_step": 8}
+    has_groups = KINDS[name].model_fields["samples_per_prompt"].default > 1
+    return {**({"prompts_per_step": 4, "samples_per_prompt": 4} if has_groups else {"prompts_per_step": 8}), **CLIPS}
+
+
+DEFAULTS = {name: DEFAULTS.get(name) or _default(name) for name in KINDS}
 
 
 def _of(name: str, further: Raw | None = None, **changes: Any) -> Raw:

@@ -17,37 +17,22 @@ import yaml
 from algorithm_settings import ALGORITHMS, COMPLETIONS, DEFAULTS, FAST
 from assets import PROMPT_TOKENS, RESPONSE_TOKENS, SIZES, write_assets
 
+from flexrlhf.config.algorithms import KINDS
 from flexrlhf.config.output_settings import Switches
 from flexrlhf.config.spec import Spec
 
 Raw = dict[str, Any]
 DEVICE = os.environ.get("FLEXRLHF_TEST_DEVICE", "cpu")
 """Device of all ranks; with cuda they share one GPU."""
-ROLES = {
-    "ppo": ("actor", "critic", "ref", "reward"),
-    "ac-share": ("actor", "ref", "reward"),
-    "grpo": ("actor", "ref", "reward"),
-    "rloo": ("actor", "ref", "reward"),
-    "raft": ("actor", "ref", "reward"),
-    "gspo": ("actor", "ref", "reward"),
-    "reinforce++": ("actor", "ref", "reward"),
-    "remax": ("actor", "ref", "reward"),
-    "safe-rlhf": ("actor", "critic", "cost_critic", "ref", "reward", "cost"),
-    "dpo": ("actor", "ref"),
-    "kto": ("actor", "ref"),
-    "simpo": ("actor",),
-    "orpo": ("actor",),
-    "sft": ("actor",),
-    "reward": ("reward",),
+GRAPHS = {
+    name: kind.model_validate({"name": name, **({"kl": {}} if kind.SAMPLES else {})}).step_graph()
+    for name, kind in KINDS.items()
 }
+ROLES = {name: graph.roles for name, graph in GRAPHS.items()}
 """In vector order; a setting may do without a reference or a model of scores, or have further ones."""
-TRAINED = {name: ("actor",) for name in ROLES} | {
-    "ppo": ("actor", "critic"),
-    "safe-rlhf": ("actor", "critic", "cost_critic"),
-    "reward": ("reward",),
-}
-FILES = {"sft": "sft", "reward": "reward", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "reward")}
-"""Data of algorithms that generate no responses; the others read prompts."""
+TRAINED = {name: graph.trained for name, graph in GRAPHS.items()}
+FILES = {name: {"responses": "sft", "pairs": "reward", "prompts": "ppo"}[graph.data] for name, graph in GRAPHS.items()}
+"""Data of each algorithm."""
 KIN = {"cost_critic": "critic", "cost": "reward", "reward_second": "reward"}
 """Roles whose placement and settings another role takes if a shape has none for it."""
 FOUR, SIX_MODELS = ROLES["ppo"], ("actor.shadow", "critic.shadow", *ROLES["ppo"])
@@ -232,6 +217,8 @@ SETTINGS |= {
         "steps": 1,
     },
 }
+_NAMED = {each["algorithm"]["name"] for each in (*SETTINGS.values(), *COMPLETIONS.values(), *ALGORITHMS.values())}
+ALGORITHMS |= {name: {"algorithm": {"name": name, "num_mini_batches": 2}} for name in KINDS if name not in _NAMED}
 SETTINGS |= COMPLETIONS | ALGORITHMS
 BALANCED = {"router_aux_loss_coef": 0.2, "router_z_loss_coef": 0.05}
 MOVED = {"router_bias_update_rate": 0.02}
@@ -321,9 +308,10 @@ def algorithm_of(setting: str) -> str:
     return SETTINGS[setting]["algorithm"]["name"]
 
 
-SUPERVISED = tuple(name for name in SETTINGS if algorithm_of(name) in ("sft", "reward", "simpo", "orpo"))
+_OF_DATA = [(name, ROLES[algorithm_of(name)]) for name in SETTINGS if not KINDS[algorithm_of(name)].SAMPLES]
+SUPERVISED = tuple(name for name, roles in _OF_DATA if len(roles) == 1)
 """Settings with one model."""
-PREFERENCES = tuple(name for name in SETTINGS if algorithm_of(name) in ("dpo", "kto"))
+PREFERENCES = tuple(name for name, roles in _OF_DATA if len(roles) > 1)
 """Settings with two, and no shadows."""
 
 SIX = [0.5] * 6
@@ -861,6 +849,8 @@ DEFAULT = [
     Case("adapters", "halves", 2, "deepspeed-3", "vllm"),
     Case("adapters", "co-located", 2, "torch-3", ADAPTERS),
 ]
+_FOUND = {algorithm_of(case.setting) for case in DEFAULT}
+DEFAULT += [Case(name, "halves" if len(ROLES[name]) > 1 else "half", 2) for name in KINDS if name not in _FOUND]
 """Cases of `make test`: each shape and engine once, and the pairs of covering.py, on as few ranks as show them. Runs
 that test_resume.py resumes are compared with the reference, too: their settings do without a case here."""
 
@@ -1054,7 +1044,7 @@ class Assets:
 
     def spec(self, case: Case) -> Spec:
         algorithm, roles = algorithm_of(case.setting), roles_of(case.setting)
-        file = FILES.get(algorithm, "ppo")
+        file = FILES[algorithm]
         base: Raw = {
             "name": case.name,
             "algorithm": DEFAULTS[algorithm],
@@ -1117,14 +1107,16 @@ class Assets:
 def _protocols(algorithm: str, roles: tuple[str, ...]) -> dict[str, str]:
     """A function that splits the rows of each operator of some roles."""
     names = {"ref": ("ref_logprobs",), "critic": ("values", "train_critic"), "actor": ("train_actor",)}
-    operators = ["generate"] * (algorithm not in FILES) + [name for role in roles for name in names.get(role, ())]
+    operators = ["generate"] * KINDS[algorithm].SAMPLES + [name for role in roles for name in names.get(role, ())]
     return dict(zip(operators, cycle(f"{SPLITS}:{name}" for name in ("scattered", "round_robin", "last_alone"))))
 
 
 def roles_of(setting: str) -> tuple[str, ...]:
     """The roles that are placed, in vector order."""
     raw = SETTINGS[setting]
-    has_no_ref = raw["algorithm"].get("kl", DEFAULTS[algorithm_of(setting)].get("kl", {})) is None
+    algorithm = {**DEFAULTS[algorithm_of(setting)], **raw["algorithm"]}
+    kl = KINDS[algorithm["name"]].model_fields.get("kl")
+    has_no_ref = kl is not None and algorithm.get("kl", kl.default) is None
     is_shared = "share" in raw.get("models", {}).get("ref", {})
     roles: list[str] = []
     for role in ROLES[algorithm_of(setting)]:

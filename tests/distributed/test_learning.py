@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import yaml
-from algorithm_settings import DEFAULTS
+from cases import ROLES, TRAINED
 from commands import start
 from toys import COST_LIMIT, copying, earning, preferring, write_toys
+
+from flexrlhf.config.algorithms import KINDS
 
 pytestmark = pytest.mark.full
 
@@ -30,7 +32,7 @@ GROUPS = {"kl": None, "entropy_coefficient": 0.05, "prompts_per_step": 64, "samp
 BESIDE_REF = {"kl": {"coefficient": 0.01}}
 SHADOW = {"actor.shadow": 0.5, "actor": 0.5}
 SIX = {f"{role}{copy}": 0.5 for role in ("actor", "critic", "cost_critic") for copy in ("", ".shadow")}
-COPYING: Mapping[str, Mapping[str, tuple[Raw, object]]] = {
+COPYING: Mapping[str, dict[str, tuple[Raw, object]]] = {
     "co-located": {
         "grpo": ({"name": "grpo", **GROUPS}, [1]),
         # of a policy with experts, which the ranks share
@@ -50,14 +52,13 @@ COPYING: Mapping[str, Mapping[str, tuple[Raw, object]]] = {
     },
 }
 """Strategy → run → algorithm and placement."""
-ALGORITHMS = [(strategy, name) for strategy, runs in COPYING.items() for name in runs]
 SAFE: Mapping[str, tuple[Raw, object, int]] = {
     "cautious": ({"initial": 2.0, "learning_rate": 0.01}, [1, 1, 1], 100),
     "rash": ({"initial": 0.7, "learning_rate": 0.03}, SIX, 150),
     "careless": ({"initial": 0.001, "learning_rate": 0.0}, [1, 0.5, 0.5], 60),
 }
 """Run → its multiplier, placement and steps."""
-PREFERENCES: Mapping[str, tuple[Raw, object]] = {
+PREFERENCES: dict[str, tuple[Raw, object]] = {
     "sigmoid": ({"name": "dpo", "loss": "sigmoid"}, [1, 1]),
     "ipo": ({"name": "dpo", "loss": "ipo"}, [1, 0.5]),
     "kto": ({"name": "kto"}, [1, 0.5]),
@@ -65,8 +66,17 @@ PREFERENCES: Mapping[str, tuple[Raw, object]] = {
     "orpo": ({"name": "orpo"}, [0.5]),
 }
 """Run → algorithm and placement."""
+ELSEWHERE = ("safe-rlhf", "sft", "reward")
+"""Algorithms of ``SAFE``, and of the quick start."""
 LEARNT = {raw["name"] for runs in (*COPYING.values(), PREFERENCES) for raw, *_ in runs.values()}
-assert {*LEARNT, "safe-rlhf", "sft", "reward"} == set(DEFAULTS), "every algorithm, the last two in the quick start"
+for _name in sorted({*KINDS} - {*LEARNT, *ELSEWHERE}):
+    # one without a run of its own
+    if KINDS[_name].SAMPLES:
+        _settings = GROUPS if KINDS[_name].model_fields["samples_per_prompt"].default > 1 else ALONE
+        COPYING["co-located"][_name] = ({"name": _name, **_settings}, [1] * len(TRAINED[_name]))
+    else:
+        PREFERENCES[_name] = ({"name": _name}, [1] * len(ROLES[_name]))
+ALGORITHMS = [(strategy, name) for strategy, runs in COPYING.items() for name in runs]
 
 
 @dataclass

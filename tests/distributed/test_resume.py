@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from algorithm_settings import DEFAULTS
-from cases import SHAPES, Assets, Case, algorithm_of
+from cases import ROLES, SHAPES, Assets, Case, algorithm_of
 from commands import start
 from comparison import deviations
 from launcher import Launches, Outcome, run_orders
@@ -146,7 +145,9 @@ DRAINED = [
 ]
 """Another lag: rows in flight are trained on first, or the first rounds generate alone."""
 """Another placement, number of ranks, engine, ZeRO stage or rollout: equal within the tolerances of the design."""
-assert {algorithm_of(pair.first.setting) for pair in (*ALIKE, *CHANGED)} == set(DEFAULTS), "every algorithm"
+_FOUND = {algorithm_of(pair.first.setting) for pair in (*ALIKE, *CHANGED)}
+_SHAPES = {name: ("co-located", "halves") if len(roles) > 1 else ("all", "half") for name, roles in ROLES.items()}
+CHANGED += [Pair(*(Case(name, shape, 2) for shape in _SHAPES[name])) for name in ROLES if name not in _FOUND]
 
 DEFAULT = [
     *(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
-from typing import Any, get_args
+from typing import Any
 
 from random_settings import APART, Examples, Raw, random_settings
 from random_specs import (
@@ -23,7 +23,7 @@ from random_specs import (
     with_stages,
 )
 
-from flexrlhf.config.algorithms import ALGORITHMS, AnyAlgorithm
+from flexrlhf.config.algorithms import ALGORITHMS, KINDS
 from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.algorithms.policy_sections import LagrangeSpec
 from flexrlhf.config.data_settings import DataSpec, EvalSpec, SourceSpec
@@ -39,7 +39,6 @@ from flexrlhf.plan.algorithm_graph import make_graph
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 
-CLASSES = dict(zip(ALGORITHMS, get_args(AnyAlgorithm), strict=True))
 CALLED = (FunctionSource, ServiceSource, RuleSource)
 TEXTS = (
     "rows.jsonl",
@@ -88,17 +87,17 @@ EXAMPLES: Examples = {
     "EnvironmentSpec.options": ({}, {"level": 3, "on": "1e-6"}),
     "EnvironmentSpec.sequences": (1, 2, 3),
     "EnvironmentSpec.tool_format": ("hermes", "mistral", "auto", r"<(?P<name>\w+)>(?P<arguments>.*?)</\w+>"),
-    **dict.fromkeys([f"{kind.__name__}.name" for kind in CLASSES.values()], NOTHING),
-    **dict.fromkeys([f"{kind.__name__}.prompts_per_step" for kind in CLASSES.values()], (4, 6, 8, 12, 24)),
-    **dict.fromkeys([f"{kind.__name__}.num_mini_batches" for kind in CLASSES.values()], (1, 2, 3, 4)),
-    **dict.fromkeys([f"{kind.__name__}.stop" for kind in CLASSES.values()], ("\n\n", ["###", " yes", "\u00e9"], [])),
+    **dict.fromkeys([f"{kind.__name__}.name" for kind in KINDS.values()], NOTHING),
+    **dict.fromkeys([f"{kind.__name__}.prompts_per_step" for kind in KINDS.values()], (4, 6, 8, 12, 24)),
+    **dict.fromkeys([f"{kind.__name__}.num_mini_batches" for kind in KINDS.values()], (1, 2, 3, 4)),
+    **dict.fromkeys([f"{kind.__name__}.stop" for kind in KINDS.values()], ("\n\n", ["###", " yes", "\u00e9"], [])),
     # code of one's own, with its settings
     **{
         f"{kind.__name__}.{name}": NOTHING
-        for kind in CLASSES.values()
+        for kind in KINDS.values()
         for name in ("graph", "loop", "settings", "protocols")
     },
-    **dict.fromkeys([f"{kind.__name__}.min_response_tokens" for kind in CLASSES.values()], (0, 1, 4)),
+    **dict.fromkeys([f"{kind.__name__}.min_response_tokens" for kind in KINDS.values()], (0, 1, 4)),
     "ReinforceSpec.samples_per_prompt": (2, 3),
     "KlSpec.horizon": (10000, 1000),
     "OverlongSpec.buffer_tokens": (None, 1, 4),
@@ -268,7 +267,7 @@ def _split_nodes(rng: Random, nodes: list[Raw], share: float) -> None:
 
 def _algorithm(rng: Random, share: float) -> Raw:
     name = rng.choice(ALGORITHMS)
-    settings = random_settings(rng, CLASSES[name], EXAMPLES, share / 2)
+    settings = random_settings(rng, KINDS[name], EXAMPLES, share / 2)
     if settings.get("surrogate", "clip") != "clip":
         for key in ("ratio", "dual_clip"):
             settings.pop(key, None)
@@ -315,7 +314,7 @@ def _sources(rng: Random, algorithm: str, share: float) -> Raw:
     """Sources of scores: none, one or a list; costs from a model and a function."""
     if algorithm == "safe-rlhf" and chance(rng, share):
         return {"cost": [{"model": "cost"}, {"function": "costs.py:cost", "weight": 0.5}]}
-    if algorithm in ("sft", "reward", "dpo", "simpo", "orpo", "kto") or not chance(rng, 0.4):
+    if not KINDS[algorithm].SAMPLES or not chance(rng, 0.4):
         return {}
     sources: list[Raw] = [_called(rng, share) for _ in range(rng.randint(0, 2))]
     names = rng.sample(("reward", "reward_help", "reward_v2-1"), rng.randint(0 if sources else 1, 2))

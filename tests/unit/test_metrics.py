@@ -10,26 +10,22 @@ import pytest
 from replicas import mask_of
 from scored_batches import context_of, scored_batch
 
-from flexrlhf.config.algorithms.base import ImportanceSpec
+from flexrlhf.config.algorithms import KINDS
+from flexrlhf.config.algorithms.base import AlgorithmSpec, ImportanceSpec
 from flexrlhf.config.algorithms.policy_sections import KlSpec, PtxSpec
 from flexrlhf.config.algorithms.ppo import AcShareSpec, PpoSpec
-from flexrlhf.config.algorithms.supervised import DpoSpec, KtoSpec, OrpoSpec, RewardSpec, SftSpec, SimpoSpec
 from flexrlhf.metrics import METRICS, Triple
 from flexrlhf.objectives.functions import COMBINES, LOSSES
 
-SPECS = {
-    "kto_loss": KtoSpec(),
-    "likelihood_loss": SftSpec(),
+SPECS: dict[str, AlgorithmSpec] = {
+    operator.function: kind()
+    for kind in reversed(KINDS.values())
+    for operator in kind().step_graph().operators
+    if operator.kind == "train"
+} | {
     "on_policy_loss": PpoSpec(kl=KlSpec(place="loss")),
     "on_policy_shared_loss": AcShareSpec(),
-    "orpo_loss": OrpoSpec(),
-    "pair_loss": RewardSpec(),
-    "policy_loss": PpoSpec(),
-    "preference_loss": DpoSpec(),
     "ptx": PpoSpec(ptx=PtxSpec(path="texts.jsonl")),
-    "shared_loss": AcShareSpec(),
-    "simpo_loss": SimpoSpec(),
-    "value_loss": PpoSpec(),
 }
 
 
