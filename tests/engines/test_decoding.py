@@ -353,6 +353,12 @@ def test_slots_take_new_rows_as_rows_end(model: PreTrainedModel, prompts: Batch)
     assert [rows for rows, width in calls if width == 1] == [rows_of_pass(rows, len(longer)) for rows in live]
 
 
+def test_a_pass_has_few_numbers_of_rows() -> None:
+    """So few graphs are recorded, and no pass has more rows than slots."""
+    lives = (1, 2, 3, 5, 9, 16, 17, 24, 25, 60)
+    assert [rows_of_pass(live, 60) for live in lives] == [1, 2, 4, 8, 16, 16, 24, 24, 32, 60]
+
+
 # --- samples of one prompt
 
 

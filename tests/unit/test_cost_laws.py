@@ -153,7 +153,7 @@ def shares_of_overheads(chance: random.Random) -> list[float]:
 def a_size_of_a_product(chance: random.Random) -> list[float]:
     """None is faster than its operations and bytes."""
     device = DeviceClass.KNOWN[chance.choice(sorted(DeviceClass.KNOWN))]
-    m, k, n = sizes = [chance.randint(1, 20000) for _ in range(3)]
+    m, k, n = sizes = [int(20000 ** chance.random()) for _ in range(3)]
     grown = [size + chance.randint(1, 2000) * (index == chance.randrange(3)) for index, size in enumerate(sizes)]
     flops = 2 * m * k * n / (device.tflops * 1e12)
     traffic = 2 * (m * k + k * n + m * n) / (device.memory_gb_s * 1e9)
