@@ -84,6 +84,14 @@ def valid_specs(count: int, seed: int) -> RandomSpecs:
     return specs
 
 
+def planned(raw: Raw) -> tuple[Raw, Plan] | None:
+    """``raw`` with its plan, if it is valid."""
+    try:
+        return raw, make_plan(Spec.parse(raw))
+    except UserError:
+        return None
+
+
 def make_spec(rng: Random) -> Raw:
     """One spec, mostly valid."""
     name = rng.choices(("ppo", "sft", "reward"), (18, 1, 1))[0]
@@ -222,10 +230,7 @@ def with_parts_of_rows(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         if "cp" in model.facts.axes and model.rollout is None and not model.follows and chance(rng, 0.7):
             parts = {"cp": rng.choice((2, 2, 4)), "context_parallel": rng.choice(("auto", "ring"))}
             changed["models"].setdefault(model.role, {}).update(parts)
-    try:
-        return changed, make_plan(Spec.parse(changed))
-    except UserError:
-        return raw, plan
+    return planned(changed) or (raw, plan)
 
 
 def with_parts_of_experts(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
@@ -241,10 +246,7 @@ def with_parts_of_experts(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         sizes = [number for number in (2, 4) if model.layout.of_weights.dp % number == 0]
         if sizes and "ep" in model.facts.axes and model.rollout is None and not model.follows and chance(rng, 0.7):
             changed["models"].setdefault(model.role, {})["ep"] = rng.choice(sizes)
-    try:
-        return changed, make_plan(Spec.parse(changed))
-    except UserError:
-        return raw, plan
+    return planned(changed) or (raw, plan)
 
 
 def with_shards_in_nodes(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
@@ -253,10 +255,7 @@ def with_shards_in_nodes(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         if plan.cluster.num_nodes > 1 and model.split == "rows" and not model.follows:
             changed = deepcopy(raw)
             changed["models"][model.role]["shard"] = "node"
-            try:
-                raw, plan = changed, make_plan(Spec.parse(changed))
-            except UserError:
-                continue
+            raw, plan = planned(changed) or (raw, plan)
     return raw, plan
 
 
@@ -273,10 +272,7 @@ def with_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         settings = staged["models"].setdefault(role, {})
         if role != generates and "share" not in settings and chance(rng, 0.8):
             _put_on_megatron(rng, settings, plan, plan.placement[role])
-    try:
-        return staged, make_plan(Spec.parse(staged))
-    except UserError:
-        return raw, plan
+    return planned(staged) or (raw, plan)
 
 
 def with_rollout_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
@@ -288,10 +284,7 @@ def with_rollout_stages(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
     for settings in staged["models"].values():
         if "init" in settings:
             settings["init"] = {**settings["init"], "num_hidden_layers": 4}
-    try:
-        return staged, make_plan(Spec.parse(staged))
-    except UserError:
-        return raw, plan
+    return planned(staged) or (raw, plan)
 
 
 def in_segments(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
@@ -302,10 +295,7 @@ def in_segments(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         return raw, plan
     segments = {"segment_tokens": rng.choice((32, 32, 43, 64, 128)), "max_segments": rng.choice((None, None, 2, 3))}
     changed["rollout"] |= segments
-    try:
-        return changed, make_plan(Spec.parse(changed))
-    except UserError:
-        return raw, plan
+    return planned(changed) or (raw, plan)
 
 
 def in_turns(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
@@ -315,10 +305,7 @@ def in_turns(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         return raw, plan
     changed = {**deepcopy(raw), "environment": {"path": "games.py:Game", "max_turns": rng.randint(1, 4)}}
     changed["environment"]["sequences"] = rng.choice((1, 1, 2, 3))
-    try:
-        return changed, make_plan(Spec.parse(changed))
-    except UserError:
-        return raw, plan
+    return planned(changed) or (raw, plan)
 
 
 def split_by_protocols(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:

@@ -15,6 +15,7 @@ from random_specs import (
     classes_of,
     nodes_of,
     placement_of,
+    planned,
     rollout_of,
     settings_of,
     with_parts_of_rows,
@@ -60,6 +61,32 @@ READ_BY = ("DataSpec", "SourceSpec", "EvalSpec", "PtxSpec")
 """Sections that define how rows are read."""
 NOTHING: tuple[Any, ...] = ()
 """Examples of a setting that follows from others, or that is added elsewhere."""
+ADDED = (
+    *("algorithm", "models", "data", "reward", "cost", "cluster", "environment", "placement", "schedule", "sync"),
+    *("rollout", "eval", "save"),
+)
+"""Sections that are made by functions of their own."""
+PLACED = (
+    *(
+        "path",
+        "init",
+        "new_head",
+        "share",
+        "engine",
+        "zero",
+        "shard",
+        "tp",
+        "pp",
+        "cp",
+        "ep",
+        "lora",
+        "config",
+        "dtype",
+    ),
+    *("shadow", "offload_optimizer", "offload_parameters", "offload_activations", "tiled_mlp", "retokenize"),
+    *("max_text_tokens", *ModelSpec.OF_ROUTERS),
+)
+"""Settings of a model's placement and engine: ``random_specs``."""
 EXAMPLES: Examples = {
     "Spec.name": ("a", "run-1.2_x", "0", "1e-6", "2026-01-31", "true"),
     "Spec.steps": (3, 4, 5, 1_000_000),
@@ -74,11 +101,7 @@ EXAMPLES: Examples = {
         [{"name": "mlflow", "tracking_uri": "http://host:5000", "experiment": "e"}, {"name": "tensorboard"}],
     ),
     "Spec.timeout_seconds": (1, 1.5, 86400),
-    **dict.fromkeys([f"Spec.{name}" for name in ("algorithm", "models", "data", "reward", "cost", "cluster")], NOTHING),
-    **dict.fromkeys(
-        [f"Spec.{name}" for name in ("environment", "placement", "schedule", "sync", "rollout", "eval", "save")],
-        NOTHING,
-    ),
+    **dict.fromkeys((f"Spec.{name}" for name in ADDED), NOTHING),
     "EnvironmentSpec.path": ("games.py:Game", "package.games:Game", None),
     "EnvironmentSpec.tools": ([], ["tools.py:search"], ["tools.py:search", "package.tools:add"]),
     # where path is a program: _with_environment
@@ -137,17 +160,7 @@ EXAMPLES: Examples = {
     **dict.fromkeys(("RolloutSpec.order", "RolloutSpec.late_replies"), APART),
     "RolloutSpec.config": ({"max_num_seqs": 8}, {}),
     **dict.fromkeys([f"RolloutSpec.{name}" for name in ("engine", "tp", "process", "dtype", "kv_tokens")], NOTHING),
-    # its placement and engine: random_specs
-    **dict.fromkeys([f"ModelSpec.{name}" for name in ("path", "init", "new_head", "share", "engine", "zero")], NOTHING),
-    **dict.fromkeys(
-        [f"ModelSpec.{name}" for name in ("shard", "tp", "pp", "cp", "ep", "lora", "config", "shadow", "dtype")],
-        NOTHING,
-    ),
-    **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_optimizer", "offload_parameters")], NOTHING),
-    **dict.fromkeys([f"ModelSpec.{name}" for name in ("offload_activations", "tiled_mlp")], NOTHING),
-    **dict.fromkeys(
-        [f"ModelSpec.{name}" for name in ("retokenize", "max_text_tokens", *ModelSpec.OF_ROUTERS)], NOTHING
-    ),
+    **dict.fromkeys((f"ModelSpec.{name}" for name in PLACED), NOTHING),
 }
 RULES: tuple[Raw, ...] = (
     {"rule": "exact_answer"},
@@ -197,10 +210,7 @@ def _with_routers(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         raw["models"]["actor"] | {"init": BALANCED} | {name: rng.choice((0.001, 1)) for name in ModelSpec.OF_ROUTERS}
     )
     changed = raw | {"models": raw["models"] | {"actor": actor}}
-    try:
-        return changed, make_plan(Spec.parse(changed))
-    except UserError:
-        return raw, plan
+    return planned(changed) or (raw, plan)
 
 
 def _with_environment(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
@@ -216,10 +226,7 @@ def _with_environment(raw: Raw, plan: Plan) -> tuple[Raw, Plan]:
         changed["rollout"] = raw.get("rollout", {}) | {"order": "free"}
         if "segment_tokens" in changed["rollout"] and chance(Random(f"late {raw}"), 0.5):
             changed["rollout"]["late_replies"] = "carry"
-    try:
-        return changed, make_plan(Spec.parse(changed))
-    except UserError:
-        return raw, plan
+    return planned(changed) or (raw, plan)
 
 
 def make_varied_spec(rng: Random) -> Raw:

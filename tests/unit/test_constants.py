@@ -10,34 +10,17 @@ import pytest
 from benchmarks.systems import engines as field_engines
 from benchmarks.systems.profiles import SYSTEMS
 from flexrlhf.guideline import costs
-from flexrlhf.guideline.costs.profiles import DECODERS, PROFILES, named_rows, read_table
+from flexrlhf.guideline.costs.profiles import named_rows, read_table
 
 PACKAGE, FIELD = Path(costs.__file__).parent, Path(field_engines.__file__).parent
-ROWS = {
-    PACKAGE / "engines.csv": 5,
-    PACKAGE / "decoders.csv": 5,
-    PACKAGE / "kernels.csv": 6,
-    PACKAGE / "links.csv": 2,
-    PACKAGE / "overheads.csv": 4,
-    PACKAGE / "accuracy.csv": 12,
-    FIELD / "engines.csv": 8,
-    FIELD / "decoders.csv": 9,
-    FIELD / "systems.csv": 22,
-    FIELD / "speeds.csv": 6,
-}
+TABLES = sorted((*PACKAGE.glob("*.csv"), *FIELD.glob("*.csv")))
 
 
-@pytest.mark.parametrize("path", ROWS, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_row_has_its_source(path: Path) -> None:
     rows = read_table(path)
-    assert len({row["name"] for row in rows}) == len(rows) == ROWS[path]
+    assert rows and len({row["name"] for row in rows}) == len(rows)
     assert all(row["source"] for row in rows)
-
-
-def test_every_table_is_read() -> None:
-    assert {*PACKAGE.glob("*.csv"), *FIELD.glob("*.csv")} == set(ROWS)
-    assert (len(PROFILES), len(DECODERS)) == (5, 5)
-    assert (len(field_engines.PROFILES), len(field_engines.DECODERS), len(SYSTEMS)) == (13, 14, 22)
 
 
 def test_a_systems_engines_are_in_the_tables() -> None:
