@@ -223,7 +223,11 @@ def test_a_changed_input_is_refused_by_name_or_accepted(
     assert accepted.candidates == (found,) and re.search(sentence, accepted.notes[0])
 
 
-SEGMENTS = "rollout.segment_tokens"
+SEGMENTS, LONG = "rollout.segment_tokens", "data.max_response_tokens=20"
+
+
+def lagging(*overrides: str) -> Plan:
+    return plan_of([0.5] * 6, 2, "checkpoint.every=1", "steps=9", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -240,17 +244,9 @@ SEGMENTS = "rollout.segment_tokens"
     ],
 )
 def test_another_lag_or_other_segments_are_accepted_with_what_becomes_of_rows_in_flight(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    before: tuple[str, ...],
-    after: tuple[str, ...],
-    sentence: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[str, ...], after: tuple[str, ...], sentence: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-
-    def lagging(*overrides: str) -> Plan:
-        return plan_of([0.5] * 6, 2, "checkpoint.every=1", "steps=9", *overrides)
-
     directory = written_checkpoint(lagging(*before), 3)
     manifest = Manifest.read(directory)
     replace(manifest, progress=replace(manifest.progress, carried={"2": [0, 1, 5]})).write(directory)
@@ -282,20 +278,12 @@ def test_another_lag_or_other_segments_are_accepted_with_what_becomes_of_rows_in
     ],
 )
 def test_a_lag_or_segments_without_a_place_for_rows_in_flight_are_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    before: tuple[str, ...],
-    after: tuple[str, ...],
-    sentence: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: tuple[str, ...], after: tuple[str, ...], sentence: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-
-    def lagging(*overrides: str) -> Plan:
-        return plan_of([0.5] * 6, 2, "checkpoint.every=1", "steps=9", "data.max_response_tokens=20", *overrides)
-
-    written_checkpoint(lagging(*before), 3)
+    written_checkpoint(lagging(LONG, *before), 3)
     with pytest.raises(UserError, match=sentence):
-        resume_runs((lagging(*after),), "auto", accepts=True)
+        resume_runs((lagging(LONG, *after),), "auto", accepts=True)
 
 
 def test_a_changed_type_is_refused_by_name_or_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
