@@ -41,20 +41,20 @@ class Alternative:
     setting:  its name there.
     values:   any of which works.
     is_all:   whether no other value works, whatever the other settings of the section are.
-    along:    a setting of the section that changes with it, and its value; empty: none.
+    along:    settings of the section that change with it, and their values.
     """
 
     section: str
     setting: str
     values: tuple[object, ...]
     is_all: bool = False
-    along: tuple[str, object] | tuple[()] = ()
+    along: tuple[tuple[str, object], ...] = ()
 
     def text_in(self, section: str, setting: str) -> str:
         """Return the change in words, at the end of a sentence that begins with a setting."""
         values = either(map(plain_value, self.values))
         if self.along:
-            values += f" with {self.along[0]} {plain_value(self.along[1])}"
+            values += " with " + " and ".join(f"{name} {plain_value(value)}" for name, value in self.along)
         if (self.section, self.setting) == (section, setting):
             return values
         return f"{self.setting} {values}" if self.section == section else f"{self.section}.{self.setting}: {values}"

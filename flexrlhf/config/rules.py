@@ -108,6 +108,8 @@ def listed_by(subject: str) -> Values:
 
 
 YES, NO = (True,), (False,)
+MOST_FURTHER = 3
+"""Settings that may have to change with an engine for it to be named instead."""
 Meant = Mapping[str, Values | tuple[object, ...]]
 """Subject → the values of it that are meant."""
 
@@ -121,7 +123,8 @@ class Rule:
     when:     subjects → values of them without which the rule says nothing; of the setting every value but its default,
               if it is not named.
     lacks:    noun of what an engine that ``needs`` refuses does not have.
-    reason:   sentence up to the alternatives instead of the common one, with subjects in braces, or ``{found}``.
+    reason:   sentence up to the alternatives instead of the common one, with subjects in braces, ``{found}``, or
+              ``{other}``, the name of the subject that refuses it.
     instead:  values of the setting that work; empty: its default.
     words:    instead of these values.
     also:     further settings → values of them that work instead.
@@ -172,20 +175,28 @@ class RuleTable:
         for names in view.engines():
             if found := tuple(name for name in names if self._allows(view.changed({"engine": name}))):
                 return (Alternative(*place, found),)
-        along: dict[tuple[str, object], list[str]] = {}
-        for name in (name for names in view.engines() for name in names):
+        along: dict[tuple[tuple[str, object], ...], list[str]] = {}
+        for name in dict.fromkeys(name for names in view.engines() for name in names):
             if (further := self._further(view.changed({"engine": name}), row)) is not None:
                 along.setdefault(further, []).append(name)
-        return (Alternative(*place, tuple(dict.fromkeys(names)), along=further) for further, names in along.items())
+        least = min(map(len, along), default=0)
+        return [Alternative(*place, tuple(names), along=own) for own, names in along.items() if len(own) == least]
 
-    def _further(self, view: RuleView, row: _Row) -> tuple[str, object] | None:
-        """Return a setting with which no rule refuses a view that ``row`` allows, and its value; None if none is
-        found."""
-        broken = next(((each, other) for each in self._rows if (other := each.refused(view)) is not None), None)
-        if row.refused(view) is not None or broken is None or view.is_fact(broken[1]):
-            return None
-        further = broken[1], broken[0].allowed(view, broken[1])[0]
-        return further if self._allows(view.changed(dict([further]))) else None
+    def _further(self, view: RuleView, row: _Row) -> tuple[tuple[str, object], ...] | None:
+        """Return the settings that have to change, too, for a view that ``row`` allows, so that no rule refuses it;
+        None if ``MOST_FURTHER`` of them do not suffice."""
+        found: dict[str, object] = {}
+        while row.refused(view) is None and len(found) <= MOST_FURTHER:
+            broken = next(((each, other) for each in self._rows if (other := each.refused(view)) is not None), None)
+            if broken is None:
+                return tuple(found.items())
+            # the setting that is refused stays as it is
+            change = broken[0].mended(view, broken[1], row.rule.setting)
+            if change is None or change[0] in found:
+                return None
+            found |= [change]
+            view = view.changed(found)
+        return None
 
     def _allows(self, view: RuleView) -> bool:
         return all(row.refused(view) is None for row in self._rows)
@@ -234,18 +245,27 @@ class _Row:
         texts = [each.text_in(*place) for each in alternatives]
         if self.rule.words:
             texts[0] = self.rule.words
-        reason, instead = self._reason(view, refused), _instructions([*texts, *self.rule.further])
+        texts += [text.format_map(_Words(view, {})) for text in self.rule.further]
+        reason, instead = self._reason(view, refused), _instructions(texts)
         return SettingError.of(*place, f"{reason}; {instead}", alternatives)
 
     def _reason(self, view: RuleView, refused: str) -> str:
         rule, found = self.rule, plain_value(self.getters[self.rule.setting](view))
         if rule.reason:
-            return rule.reason.format_map(_Words(view, {"found": found}))
+            return rule.reason.format_map(_Words(view, {"found": found, "other": view.place(refused)[1]}))
         if refused.startswith("engine."):
             lacks = f"no {rule.lacks}, found {rule.setting}" if rule.lacks else "none, found"
             return f"engine {view.settings.engine} has {lacks} {found}"
         other = plain_value(self.getters[refused](view))
         return f"{found} goes with {view.place(refused)[1]} {self._allowed_text(view, refused)}, found {other}"
+
+    def mended(self, view: RuleView, refused: str, kept: str) -> tuple[str, object] | None:
+        """Return a setting other than ``kept`` whose change mends a refusal, and its value; None if there is none."""
+        setting, is_other = self.rule.setting, refused != self.rule.setting and not view.is_fact(refused)
+        if setting not in (kept, "engine"):
+            works = self.allowed(view, setting) if refused == setting else self.rule.instead
+            return setting, (works or (self._view.default(setting),))[0]
+        return (refused, self.allowed(view, refused)[0]) if is_other and refused != kept else None
 
     def allowed(self, view: RuleView, subject: str) -> tuple[object, ...]:
         """Return the values of a subject that the rule needs."""
@@ -257,9 +277,9 @@ class _Row:
     def _alternatives(self, view: RuleView, refused: str, engines: Iterable[Alternative]) -> Iterator[Alternative]:
         """Yield the changes of settings with which the rule allows the view."""
         setting, is_other_setting = self.rule.setting, refused != self.rule.setting and not self._view.is_fact(refused)
-        if setting != "engine":
-            works = self.rule.instead or (self._view.default(setting),)
-            works = self.allowed(view, setting) if refused == setting else works
+        if setting != "engine" or self.rule.instead:
+            fitting = self.allowed(view, setting) if refused == setting else (self._view.default(setting),)
+            works = self.rule.instead or fitting
             yield Alternative(*view.place(setting), works, is_all=not is_other_setting)
         if is_other_setting:
             yield Alternative(*view.place(refused), self.allowed(view, refused))
@@ -269,15 +289,15 @@ class _Row:
 
 
 class _Words(dict[str, object]):
-    """Words that a reason may have in braces: subjects of a view by name, up to the first dot."""
+    """Words that a reason may have in braces: a view's attributes with facts, or settings, by name."""
 
     def __init__(self, view: RuleView, words: Mapping[str, object]) -> None:
         super().__init__(words)
         self._view = view
 
     def __missing__(self, name: str) -> object:
-        attribute = self._view.SOURCES.get(name, "")
-        return getattr(self._view, attribute) if attribute and name != "engine" else self._view.getter(name)(self._view)
+        sources = {*self._view.SOURCES.values()}
+        return getattr(self._view, name) if name in sources else self._view.getter(name)(self._view)
 
 
 def _values(meant: Values | tuple[object, ...]) -> Values:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from flexrlhf.config.engines import TORCH, EngineFacts
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.errors import SettingError, UserError, either
 from flexrlhf.operators.columns import Column
@@ -54,17 +52,6 @@ def check_ring(placement: Placement) -> None:
                 raise model.refusal(
                     "context_parallel", f"{way} is for a cp above 1, and all models have cp 1; use auto, or give cp"
                 )
-
-
-def check_replayed_passes(model: PlacedModel) -> None:
-    """Raise UserError for a model that generates with CUDA graphs if its passes call libraries of collectives, or are
-    another engine's."""
-    if model.engine != TORCH.name or model.layout.dims.tp > 1 or model.split != "whole":
-        raise model.refusal(
-            "cuda_graphs",
-            f"true is for engine torch with tp 1 and whole weights on each rank, found "
-            f"engine {model.engine}, tp {model.layout.dims.tp}, zero {model.settings.zero}; use false",
-        )
 
 
 def _check_idle_graphs(graph: Graph, placement: Placement, is_evaluated: bool) -> None:
@@ -130,6 +117,11 @@ def _elsewhere(model: PlacedModel) -> str:
 def check_settings(model: PlacedModel) -> None:
     """Raise UserError for a setting that the engine of a model, its role or another setting rules out."""
     ENGINE_RULES.check(ModelView(model))
+    check_engine_config(model)
+
+
+def check_engine_config(model: PlacedModel) -> None:
+    """Raise UserError for further settings of an engine's library that the engine itself refuses."""
     if model.facts.check_config and model.rollout is None:
         model.facts.part(model.facts.check_config)(f"models.{model.role}", model.settings.config)
 
@@ -165,10 +157,3 @@ def _check_separate(trained: PlacedModel) -> None:
             f"{trained.key('lora')}, or use merged",
         )
     lora.rank_in_vllm(trained.role)
-
-
-def engines_with(supports: Callable[[EngineFacts], bool]) -> str:
-    """Return the engines of ``models`` that support a setting; those that do not generate if no other has it."""
-    names = [name for name in EngineFacts.full_engines() if supports(EngineFacts.of(name))]
-    names = names or [name for name in EngineFacts.model_engines() if supports(EngineFacts.of(name))]
-    return f"engine {' or '.join(names)}" if names else ""

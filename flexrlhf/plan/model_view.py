@@ -9,11 +9,15 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
-from flexrlhf.config.engines import EngineFacts
+from flexrlhf.config.engines import EngineFacts, Split
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.config.rules import RuleView
 from flexrlhf.config.spec import RolloutSpec
+from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.placed import PlacedModel
+from flexrlhf.plan.size_facts import DeviceFacts, SizeFacts
+from flexrlhf.weights.decoder_sizes import Sizes
+from flexrlhf.weights.model_shape import ModelShape
 
 _PLAIN, _NO_ROLLOUT = ModelSpec(), RolloutSpec()
 ROLLOUT_PREFIX = "rollout."
@@ -28,18 +32,42 @@ class RoleFacts:
     trained:  whether it has an optimizer.
     follows:  whether its weights come from another copy.
     head:     its outputs.
+    split:    how its replicas store weights.
+    placed:   name by which a placement has it.
+    is_rollout: whether it is a rollout engine.
     """
 
     name: str
     trained: bool
     follows: bool
     head: Head
+    split: Split
+    placed: str
+    is_rollout: bool
+
+    @classmethod
+    def of(cls, model: PlacedModel) -> Self:
+        """Return the facts of a placed model."""
+        is_rollout = model.rollout is not None
+        own = model.role, model.trained, model.follows, model.head, model.split
+        return cls(*own, model.role if is_rollout else model.name, is_rollout)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts of the run that a placed model is a part of.
+
+    generates:  whether it computes the operator generate.
+    on_gpus:    whether its devices are planned as GPUs.
+    """
+
+    generates: bool
+    on_gpus: bool
 
 
 @dataclass(frozen=True)
 class ModelView(RuleView):
-    """Subjects of the rules of one placed model. Plans and searches make it of all that they have, so that a rule has
-    one answer for both: what a search does not have before a layout is known is no subject.
+    """Subjects of the rules of a placed model that its engine, role and settings decide.
 
     model:   the placed model.
     """
@@ -64,7 +92,8 @@ class ModelView(RuleView):
         return (section, name) if setting.startswith(ROLLOUT_PREFIX) else self.model.place_of(setting)
 
     def engines(self) -> Iterator[tuple[str, ...]]:
-        yield from (EngineFacts.full_engines(), EngineFacts.model_engines())
+        if self.model.rollout is None:
+            yield from (EngineFacts.full_engines(), EngineFacts.model_engines())
 
     def changed(self, changes: Mapping[str, object]) -> Self:
         settings = self.model.settings.model_copy(update=changes)
@@ -80,9 +109,51 @@ class ModelView(RuleView):
 
     @cached_property
     def role(self) -> RoleFacts:
-        model = self.model
-        return RoleFacts(model.role, model.trained, model.follows, model.head)
+        return RoleFacts.of(self.model)
 
     @cached_property
     def rollout(self) -> RolloutSpec:
         return self.model.rollout or _NO_ROLLOUT
+
+
+@dataclass(frozen=True)
+class SizedView(ModelView):
+    """Subjects that the sizes of a placed model decide, too.
+
+    shape:    parameters of the model; None: unknown.
+    longest:  tokens of the longest text that it reads; None: any.
+    """
+
+    SOURCES: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**ModelView.SOURCES, "sizes": "sizes", "decoder": "decoder"}
+    )
+
+    shape: ModelShape | None
+    longest: int | None
+
+    @cached_property
+    def sizes(self) -> SizeFacts:
+        return SizeFacts(self.model, self.shape, self.longest)
+
+    @property
+    def decoder(self) -> Sizes:
+        return self.sizes.decoder
+
+
+@dataclass(frozen=True)
+class PlacedView(SizedView):
+    """Subjects of all rules of a placed model. Whoever asks gives everything, so that a rule has one answer: a fact
+    that one of them does not have, such as a number of replicas before a layout is chosen, is no subject.
+
+    cluster:  its devices.
+    run:      the run that it is a part of.
+    """
+
+    SOURCES: ClassVar[Mapping[str, str]] = MappingProxyType({**SizedView.SOURCES, "devices": "devices", "run": "run"})
+
+    cluster: Cluster
+    run: RunFacts
+
+    @cached_property
+    def devices(self) -> DeviceFacts:
+        return DeviceFacts(self.model, self.cluster)
