@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     Handler = Callable[[int, FrameType | None], object]
 
-SAVING = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals of schedulers before they end a job."""
 ENDING = tuple(
     getattr(signal, name)
     for name in (
@@ -43,6 +41,9 @@ SWALLOWED_SECONDS = 5.0
 class StopSignal(KeyboardInterrupt):
     """End of a command by a signal before its ranks run. ``number``: of the signal."""
 
+    SAVING = (signal.SIGTERM, signal.SIGUSR1)
+    """Signals of schedulers before they end a job."""
+
     def __init__(self, number: int) -> None:
         super().__init__(self.sentence(number))
         self.number = number
@@ -52,10 +53,10 @@ class StopSignal(KeyboardInterrupt):
         """Return the sentence about a signal that has ended a command at a ``moment``."""
         return f"stopped by {signal.Signals(number).name} {moment}"
 
-
-def exit_code(number: int) -> int:
-    """Return 143 for a signal of schedulers, after which the same command goes on, and 130 for another."""
-    return 128 + (signal.SIGTERM if number in SAVING else signal.SIGINT)
+    @staticmethod
+    def exit_code(number: int) -> int:
+        """Return 143 for a signal of schedulers, after which the same command goes on, and 130 for another."""
+        return 128 + (signal.SIGTERM if number in StopSignal.SAVING else signal.SIGINT)
 
 
 class Ending:
@@ -99,6 +100,12 @@ class Ending:
         before = signal.getsignal(signal.SIGTERM)
         if isinstance(before, Ending) and before.number:
             raise StopSignal(before.number)
+
+    @staticmethod
+    def end_command(code: int | None) -> None:
+        """Let signals end this process, which has done its work, with ``code``; None: it goes on to its end."""
+        if is_handled():
+            handle(lambda *_: None if code is None else os._exit(code))
 
     @staticmethod
     def silencer() -> Callable[[], None]:
@@ -148,12 +155,6 @@ def end_at_once(command: str) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def end_command(code: int | None) -> None:
-    """Let signals end this process, which has done its work, with ``code``; None: it goes on to its end."""
-    if is_handled():
-        handle(lambda *_: None if code is None else os._exit(code))
-
-
 def is_handled() -> bool:
     """Whether this process handles the signals of ``ENDING`` before its ranks run."""
     return isinstance(signal.getsignal(signal.SIGTERM), Ending) or signal.getsignal(signal.SIGTERM) is _end
@@ -168,4 +169,4 @@ def restore() -> None:
 
 def _end(number: int, _: FrameType | None) -> None:
     os.write(2, f"flexrlhf: {StopSignal.sentence(number)}\n".encode())
-    os._exit(exit_code(number))
+    os._exit(StopSignal.exit_code(number))

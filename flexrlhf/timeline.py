@@ -47,6 +47,16 @@ class Span:
     waited: float = 0.0
     peak_bytes: int | None = None
 
+    @staticmethod
+    def to_json(spans: Sequence[Span]) -> str:
+        """Return the JSON of spans, by which ranks report them."""
+        return _SPANS.dump_json([*spans]).decode()
+
+    @staticmethod
+    def from_json(text: str) -> list[Span]:
+        """Return the spans of a report."""
+        return _SPANS.validate_json(text)
+
     def begin(self) -> None:
         """Start now: the columns have arrived, and the time until now was waiting."""
         now = time.time()
@@ -66,10 +76,7 @@ class Span:
         )
 
 
-SPANS = TypeAdapter(list[Span])
-"""JSON of spans, by which ranks report them."""
-KEPT_STEPS = 1000
-"""Steps that timeline.json has, up to the last."""
+_SPANS = TypeAdapter(list[Span])
 
 
 class Instant(Protocol):
@@ -113,6 +120,9 @@ class _OnDevice:
 
 class Timeline:
     """Spans of one rank, of the last ``keep_steps`` steps: a long run would fill the memory with them."""
+
+    KEPT_STEPS = 1000
+    """Steps that timeline.json has, up to the last."""
 
     def __init__(self, rank: int, keep_steps: int, clock: Clock | None = None) -> None:
         """Start without spans. ``clock``: of the device of this rank; None: the host's serves."""

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from flexrlhf.runs.recorded_columns import RecordedColumn, RecordedColumns
     from flexrlhf.trainer.bare_rank import BareRank
     from flexrlhf.trainer.loaded_models import LoadedModel
-    from flexrlhf.trainer.stop_requests import REPLAN
+    from flexrlhf.trainer.stop_requests import StopRequests
 
 
 if not TYPE_CHECKING:

@@ -26,10 +26,10 @@ def chat(run: ChatRun, before: Before = False, tokens: Tokens = None, temperatur
 
     Every line is a prompt; from a pipe, all of its lines. Without a chat template each line stands alone.
     """
-    from flexrlhf.runs.conversation import TOKENS, Policies
+    from flexrlhf.runs.conversation import Policies
 
     found = Policies.find(run)
-    limit = tokens or found.limit or TOKENS
+    limit = tokens or found.limit
     if before and found.before is None:
         raise UserError(f"--before: {run} names no policy that it started from; leave it out")
     with working("loading the policy"):

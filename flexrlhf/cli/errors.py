@@ -19,7 +19,7 @@ from flexrlhf.config.secrets import without_secrets
 from flexrlhf.config.spec_problems import plain_problem
 from flexrlhf.data.hub import check_endpoint
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError, is_exhaustion, one_line
-from flexrlhf.signals import Ending, StopSignal, end_command, exit_code
+from flexrlhf.signals import Ending, StopSignal
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of writing, which name no file."""
@@ -74,11 +74,11 @@ def with_exit_codes(command: Callable[Options, None]) -> Callable[Options, None]
             code = code_of(*args, **kwargs)
         except StopSignal as stop:
             print_error(str(stop))
-            code = exit_code(stop.number)
+            code = stop.exit_code(stop.number)
         except KeyboardInterrupt:
             code = EXIT_CODES[Interrupted]
         sys.stdout.flush()
-        end_command(code)
+        Ending.end_command(code)
         if code:
             raise typer.Exit(code)
 

@@ -25,7 +25,7 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.memory_text import measured_memory
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan, format_short_plan
-from flexrlhf.signals import end_command
+from flexrlhf.signals import Ending
 from flexrlhf.text import ranks_text
 
 DryRun = Annotated[
@@ -136,7 +136,7 @@ def run(
             replanner = load_plugin("options", "replan")(job, {spec.name: spec for spec in specs}, *replanned)
             trained = replanner.start(max_restarts, factory)
         # results are there; what follows are words
-        end_command(None)
+        Ending.end_command(None)
     if hosts.is_first:
         for plan in trained:
             _print_summary(plan)
@@ -170,7 +170,7 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
         runs = [Resumption.ordered(plan, order) for plan, order in zip(plans, orders, strict=True)]
         checked = checked_job(runs, hosts)
     checked.start(job.offer.max_restarts)
-    end_command(None)
+    Ending.end_command(None)
     typer.echo(f"{names} has ended; results are on node 0")
 
 

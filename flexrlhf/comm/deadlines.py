@@ -25,7 +25,6 @@ _SIGNS: dict[Cause, tuple[str, ...]] = {
 """Words of torch's messages, by their meaning."""
 POLL_SECONDS = 1e-4
 """Time between two looks at a device."""
-_MOST_NAMED = 8
 
 STORE_CLOSED = "the connection to the job's store closed"
 
@@ -97,12 +96,6 @@ def deadline(what: str, explain: Callable[[Cause], str]) -> Iterator[None]:
             # the store that it reads is gone, too
             explanation = STORE_CLOSED
         raise DeadlineError(f"{what}: {explanation}", cause) from error
-
-
-def listed(items: Sequence[str]) -> str:
-    """Return ``items`` with commas, at most the first few of many."""
-    rest = len(items) - _MOST_NAMED
-    return ", ".join(items) if rest <= 0 else f"{', '.join(items[:_MOST_NAMED])} and {rest} more"
 
 
 def _cause(text: str) -> Cause | None:

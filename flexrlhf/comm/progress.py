@@ -11,8 +11,9 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, Waiting, await_device, deadline, listed
+from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, Waiting, await_device, deadline
 from flexrlhf.comm.world import InOrder, Waitable, World
+from flexrlhf.errors import some_of
 
 Sign = Literal["silent", "waits", "runs"]
 ENDING_SECONDS = 6.0
@@ -115,7 +116,7 @@ class RankProgress:
         others = [rank for rank in ranks if rank != self._world.rank]
         seen = self._await_ends(others) if cause == "closed" else {rank: self._seen(rank) for rank in others}
         if ended := [f"{self._name(*each)} ended ({each[1].ended})" for each in seen.items() if each[1].ended]:
-            return f"{_reason(cause, seconds)}, {listed(ended)}"
+            return f"{_reason(cause, seconds)}, {some_of(ended)}"
         if cause == "closed":
             return f"the connection to {' or '.join(self._where(*each) for each in seen.items())} closed"
         return self._missing(seen, seconds)
@@ -143,8 +144,8 @@ class RankProgress:
         named = [self._where(rank, seen[rank], "does not respond" if rank in stuck else "") for rank in missing]
         arrived = [self._name(rank, seen[rank]) for rank in seen if rank not in missing]
         return (
-            f"{_reason('expired', seconds)}, waiting for {listed(named)}; "
-            f"arrived: {listed(arrived) or 'none of the others'}"
+            f"{_reason('expired', seconds)}, waiting for {some_of(named)}; "
+            f"arrived: {some_of(arrived) or 'none of the others'}"
         )
 
     def _signs(self, ranks: Sequence[int]) -> dict[int, Sign]:

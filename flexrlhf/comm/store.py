@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from flexrlhf.comm.deadlines import listed
-from flexrlhf.errors import RunStopped, UserError
+from flexrlhf.errors import RunStopped, UserError, some_of
 from flexrlhf.placement.hosts import HostPort
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -217,7 +216,7 @@ def await_keys(
         if not missing:
             return
         arrived = [who for who in keys.values() if who not in missing]
-        detail = f"missing {listed(missing)}; arrived: {listed(arrived) or 'none'}"
+        detail = f"missing {some_of(missing)}; arrived: {some_of(arrived) or 'none'}"
         notice.update(detail)
         if notice.seconds > timeout_seconds:
             raise RunStopped(f"{notice.what}: {detail}; gave up after {timeout_seconds:g} s")

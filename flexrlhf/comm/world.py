@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.distributed_c10d import GroupMember, GroupName, _new_process_group_helper, _world
 
-from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, DeadlineError, Waits, await_device, deadline, listed
+from flexrlhf.comm.deadlines import STORE_CLOSED, Cause, DeadlineError, Waits, await_device, deadline
 from flexrlhf.comm.store import (
     INTERFACES,
     Endpoint,
@@ -33,9 +33,9 @@ from flexrlhf.comm.store import (
 )
 from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.config.proxies import call_directly
-from flexrlhf.errors import UserError
+from flexrlhf.errors import UserError, some_of
 from flexrlhf.placement.groups import Group
-from flexrlhf.placement.hosts import MOST_PORT
+from flexrlhf.placement.hosts import Hosts
 from flexrlhf.text import ranks_text
 
 ABORT_SECONDS = 60.0
@@ -262,8 +262,8 @@ class World:
             missing = [who for key, who in keys.items() if not store.check([key])]
             arrived = [who for who in dict.fromkeys(keys.values()) if who not in missing]
             return (
-                f"the deadline of {timeout_seconds:g} s passed, waiting for {listed(list(dict.fromkeys(missing)))}; "
-                f"arrived: {listed(arrived) or 'none of them'}"
+                f"the deadline of {timeout_seconds:g} s passed, waiting for {some_of(list(dict.fromkeys(missing)))}; "
+                f"arrived: {some_of(arrived) or 'none of them'}"
             )
 
         with deadline(f"{self} at {what}", explain):
@@ -285,7 +285,7 @@ class World:
         except RuntimeError as error:
             # without the place in torch's sources
             reason = re.sub(r"\[/[^]]*] ", "", str(error).strip().splitlines()[0]).partition(". This is")[0]
-            ranks = listed([str(rank) for rank in group.ranks])
+            ranks = some_of([str(rank) for rank in group.ranks])
             raise DeadlineError(
                 f"{self} at start-up: ranks {ranks} of the group {group.purpose} do not reach each other ({reason}); "
                 f"if none has ended, {INTERFACE_ADVICE[self.backend]}"
@@ -451,8 +451,8 @@ def _number(name: str) -> int:
     value = os.environ.get(name)
     if value is None or not value.isdecimal():
         raise UserError(f"{name}: {'missing from' if value is None else repr(value) + ' in'} the environment of a rank")
-    if name == "MASTER_PORT" and not 1 <= int(value) <= MOST_PORT:
-        raise UserError(f"{name}: no port {value}, use 1 to {MOST_PORT}")
+    if name == "MASTER_PORT" and not 1 <= int(value) <= Hosts.MOST_PORT:
+        raise UserError(f"{name}: no port {value}, use 1 to {Hosts.MOST_PORT}")
     return int(value)
 
 

@@ -35,42 +35,6 @@ def python_file(place: str, key: str) -> Path | None:
     return file
 
 
-def imported_files(file: Path) -> list[Path]:
-    """Return a Python file and the files of its directory that it imports, also through each other."""
-    found: dict[Path, None] = {}
-    pending = [file]
-    while pending:
-        each = pending.pop()
-        if each not in found:
-            found[each] = None
-            pending += [path for base in _imports(each, file.parent) for path in _module_places(base) if path.is_file()]
-    return sorted(found)
-
-
-def _imports(file: Path, root: Path) -> Iterator[Path]:
-    """Yield the places, without an ending, at which the modules that ``file`` imports would be below ``root``."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [(root, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = file.parents[node.level - 1] if node.level else root
-            module = [node.module] if node.module else []
-            names = [(base, ".".join([*module, *end])) for end in [[], *([alias.name] for alias in node.names)]]
-        else:
-            continue
-        for base, name in names:
-            parts = name.split(".")
-            yield from (base.joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1))
-
-
-def _module_places(base: Path) -> tuple[Path, Path]:
-    return base.parent / f"{base.name}.py", base / "__init__.py"
-
-
 def _module_file(module: str, key: str) -> Path | None:
     """Return the file that a worker would load a module from; nothing of it is loaded."""
     places: list[str] | None = [os.getcwd(), *sys.path]

@@ -42,7 +42,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.memory.packed_rows import TextPacking
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.decoder_sizes import Sizes
-from flexrlhf.weights.loading import load_config, model_key, one_sentence_errors
+from flexrlhf.weights.loading import load_config, one_sentence_errors
 from flexrlhf.weights.model_files import (
     check_none_missing,
 )
@@ -143,7 +143,7 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
     """
     settings, kind, options = placed.settings, CLASSES[placed.head], _options(placed)
     extra = {"num_labels": 1} if placed.head == "scalar" else {}
-    key, head = model_key(placed.role, settings), _head_name(placed)
+    key, head = StoredModel.of(placed.role, settings).where, _head_name(placed)
     if head is not None:
         options["key_mapping"] = {rf"^{re.escape(head)}\.": "score."}
     with one_sentence_errors(key):
@@ -175,7 +175,7 @@ def _load(placed: PlacedModel) -> PreTrainedModel:
 
 def empty_model(placed: PlacedModel) -> PreTrainedModel:
     """Return the model of the config in a directory, float32 and on the meta device. Raises UserError."""
-    settings, key = placed.settings, model_key(placed.role, placed.settings)
+    settings, key = placed.settings, StoredModel.of(placed.role, placed.settings).where
     extra = {"num_labels": 1} if placed.head == "scalar" else {}
     with one_sentence_errors(key):
         load_config(placed.role, settings)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexrlhf.errors import UserError
-from flexrlhf.weights.boxes import Box, box_elements, boxes_of, intersection
+from flexrlhf.weights.boxes import Box, boxes_of, intersection
 from flexrlhf.weights.expert_files import FilePiece
 from flexrlhf.weights.model_files import BLOCK_BYTES, StoredTensor
 from flexrlhf.weights.shards import Part
@@ -38,7 +38,8 @@ class PartReader:
             return
         start, vector = 0, target.view(-1)
         for box in boxes_of(part):
-            values = vector[start : start + box_elements(box)].view([len(side) for side in box])
+            shape = [len(side) for side in box]
+            values = vector[start : start + math.prod(shape)].view(shape)
             start += values.numel()
             for piece, stored in pieces:
                 common = intersection(box, piece.box)

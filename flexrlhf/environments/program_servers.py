@@ -33,7 +33,7 @@ from urllib.parse import unquote, urlsplit
 
 from flexrlhf.environments.servers import Servers
 from flexrlhf.environments.turn_checks import read_reward
-from flexrlhf.user_code.call_failures import BadReply, CallFailure, ServerGone, failure_of
+from flexrlhf.user_code.call_failures import BadReply, CallFailure, ServerGone
 
 CONNECT_SECONDS = 5.0
 """Limit of connecting to a server, and of sending it an episode."""
@@ -97,7 +97,7 @@ class ProgramServers:
         try:
             outcome["reward"] = self._reward(key, order)
         except (ServerGone, BadReply) as error:
-            failure = failure_of(error, "raise", "raised")
+            failure = CallFailure.of(error, "raise", "raised")
             outcome |= {"kind": failure.kind, "text": failure.text}
         except _RefusedError as error:
             outcome |= {"kind": error.failure.kind, "text": error.failure.text}

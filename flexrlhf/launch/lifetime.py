@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from flexrlhf.signals import StopSignal, exit_code
+from flexrlhf.signals import StopSignal
 from flexrlhf.user_code.processes import is_killed_with_parent, keep_output
 
 LAUNCHER = "FLEXRLHF_LAUNCHER"
@@ -54,7 +54,7 @@ def ending() -> Iterator[None]:
     except SystemExit as end:
         code = end.code or 0
     except KeyboardInterrupt as error:
-        code = exit_code(error.number if isinstance(error, StopSignal) else signal.SIGINT)
+        code = StopSignal.exit_code(error.number if isinstance(error, StopSignal) else signal.SIGINT)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1

@@ -24,15 +24,16 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from flexrlhf.comm.deadlines import DeadlineError, listed
+from flexrlhf.comm.deadlines import DeadlineError
 from flexrlhf.comm.progress import Beat
 from flexrlhf.comm.store import second_connection
 from flexrlhf.comm.world import World
+from flexrlhf.errors import some_of
 from flexrlhf.launch.failures import sentence_of, write_error
 from flexrlhf.launch.lifetime import has_launcher
 from flexrlhf.runs.flight_log import FlightLogs
 from flexrlhf.trainer.flight_record import FlightRecord
-from flexrlhf.trainer.stop_requests import END_NOW
+from flexrlhf.trainer.stop_requests import StopRequests
 
 CHECK_SECONDS = 1.0
 GRACE_SECONDS = 10.0
@@ -153,7 +154,7 @@ class RankWatch:
         deadline = time.monotonic() + REQUEST_SECONDS
         while self._stop_file is not None and time.monotonic() < deadline:
             if self._stop_file.exists():
-                return self._stop_file.read_text() != END_NOW
+                return self._stop_file.read_text() != StopRequests.END_NOW
             time.sleep(REQUEST_SECONDS / 20)
         return False
 
@@ -185,7 +186,7 @@ class RankWatch:
             return None
         if self._flight is not None:
             return f"{self._here}: {self._flight.progress.explain('expired', waiting.ranks, waiting.seconds)}"
-        others = listed([f"rank {rank}" for rank in waiting.ranks if rank != self._world.rank])
+        others = some_of([f"rank {rank}" for rank in waiting.ranks if rank != self._world.rank])
         return f"{self._here}: the deadline of {waiting.seconds:g} s passed, waiting for {others}"
 
     def _failed_rank(self) -> str | None:

@@ -31,9 +31,9 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.resume import ORDERS, RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
-from flexrlhf.signals import SAVING, Ending, StopSignal, handled
+from flexrlhf.signals import Ending, StopSignal, handled
 from flexrlhf.text import counted
-from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
+from flexrlhf.trainer.stop_requests import StopRequests
 from flexrlhf.user_code.process_directories import process_directory
 
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -107,7 +107,7 @@ def _displayed(events: Path, plan: Plan, hosts: Hosts) -> Iterator[list[str]]:
 
 @contextmanager
 def saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
-    """Make the first signal of ``SAVING`` create the file ``stop``, if it ``is_enabled``.
+    """Make the first signal of ``StopSignal.SAVING`` create the file ``stop``, if it ``is_enabled``.
 
     A second SIGTERM, and every other signal, ends the ranks at once.
     """
@@ -116,12 +116,12 @@ def saving_on_signals(stop: Path, is_enabled: bool) -> Iterator[None]:
 
     def request(number: int, frame: FrameType | None) -> None:
         silence_command()
-        if not is_enabled or number not in SAVING:
+        if not is_enabled or number not in StopSignal.SAVING:
             end(number, frame)
-        elif not stop.exists() or stop.read_text() == REPLAN:
+        elif not stop.exists() or stop.read_text() == StopRequests.REPLAN:
             stop.write_text("")
         elif number == signal.SIGTERM:
-            stop.write_text(END_NOW)
+            stop.write_text(StopRequests.END_NOW)
             end(number, frame)
 
     with handled(request):
@@ -209,7 +209,7 @@ def _run_agent(agent: RankAgent, hosts: Hosts, reporter: FailureReporter) -> Non
 
 def end_between_attempts(stop: StopSignal, failure: str) -> Exception:
     """Return the end of a job by a signal after a ``failure``, before its ranks were started again."""
-    kind = Preempted if stop.number in SAVING else Interrupted
+    kind = Preempted if stop.number in StopSignal.SAVING else Interrupted
     return kind(StopSignal.sentence(stop.number, f"before the ranks were started again ({failure}); --resume goes on"))
 
 

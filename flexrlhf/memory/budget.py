@@ -42,7 +42,7 @@ from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.reuse import Reuse
 from flexrlhf.weights.shards import part_elements
-from flexrlhf.weights.sync_volumes import volumes
+from flexrlhf.weights.sync_volumes import SyncVolumes
 from flexrlhf.weights.transfers import NodeOf
 
 
@@ -255,7 +255,7 @@ class Sizing:
             case WeightSync():
                 models = source, destination = self.placement[work.source], self.placement[work.destination]
                 shape = self.shapes.get(source.role)
-                crossing = shape and volumes(source, destination, shape, rank, self.node_of, work.overlaps)
+                crossing = shape and SyncVolumes.of(source, destination, shape, self.node_of).on(rank, work.overlaps)
                 return crossing, *(each.position(rank) if rank in each.layout.places else None for each in models)
         return rank
 

@@ -16,7 +16,7 @@ from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import Parameters
 from flexrlhf.weights.saving import SavedFile, saved_type, written_names
 from flexrlhf.weights.shards import part_elements
-from flexrlhf.weights.sync_volumes import merged_elements, volumes
+from flexrlhf.weights.sync_volumes import SyncVolumes
 from flexrlhf.weights.transfers import NodeOf
 
 UNDER_WAY = "weights under way"
@@ -54,7 +54,8 @@ def sync_parts(
     A rank is counted as packing for every different part of the destination; of several replicas some pack less.
     """
     item = destination.sent_item_bytes(settings.dtype)
-    sizes = volumes(source, destination, shape, rank, node_of, overlaps)
+    volumes = SyncVolumes.of(source, destination, shape, node_of)
+    sizes = volumes.on(rank, overlaps)
     parts: dict[str, int | None] = {}
     if overlaps:
         parts[UNDER_WAY] = item * (sizes.packed + sizes.first)
@@ -67,7 +68,7 @@ def sync_parts(
     if shape.is_merged_in(destination) and rank in source.ranks:
         largest = max(math.prod(size) for _, size in shape.of_copy(destination).trained)
         region = min(largest, settings.bucket_bytes // item)
-        gathered = 4 * merged_elements(source, destination, shape, rank, node_of)
+        gathered = 4 * volumes.merged_on(rank)
         # the base weights of a region in float32, B A, and their sum
         parts["merged"] = 3 * 4 * region
         parts["gathered"] = _gathering(gathered, len(source.shard_set(rank))) or gathered

@@ -13,7 +13,6 @@ from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.placement.cluster import Cluster
 
-MOST_PORT = 65535
 SLURM_STEP = "SLURM_STEP_ID"
 """Variable of a process that ``srun`` started as one of the tasks of a step."""
 FIRST_PORT, NUM_PORTS = 20000, 20000
@@ -61,6 +60,7 @@ class Hosts:
     """Launchers that start the ranks of this machine, or one of them; others start them wherever they are."""
     LOOPBACK: ClassVar = "127.0.0.1"
     """Address where the ranks of one machine meet."""
+    MOST_PORT: ClassVar = 65535
 
     nnodes: int = 1
     node_rank: int = 0
@@ -85,8 +85,8 @@ class Hosts:
             such = next((each for each in likely if HostPort.parse(each) is not None), "HOST:29500")
             raise UserError(f"--rdzv-endpoint {endpoint}: expected HOST:PORT, such as {such}")
         host, _, port = endpoint.rpartition(":")
-        if len(port) > 5 or not 1 <= int(port) <= MOST_PORT:
-            raise UserError(f"--rdzv-endpoint {endpoint}: no port, use 1 to {MOST_PORT}, such as {host}:29500")
+        if len(port) > 5 or not 1 <= int(port) <= Hosts.MOST_PORT:
+            raise UserError(f"--rdzv-endpoint {endpoint}: no port, use 1 to {Hosts.MOST_PORT}, such as {host}:29500")
 
     def check_cluster(self, cluster: Cluster) -> None:
         """Raise UserError unless several nodes are as many as the cluster has, and for an endpoint of one node."""

@@ -25,7 +25,7 @@ from flexrlhf.plan.run_tokenizer import (
     load_tokenizer,
 )
 from flexrlhf.rewards.checks import SourceChecks
-from flexrlhf.weights.loading import is_native, load_config, model_key, one_sentence_errors
+from flexrlhf.weights.loading import is_native, load_config, one_sentence_errors
 from flexrlhf.weights.model_files import (
     check_left_over,
     check_stored,
@@ -250,7 +250,7 @@ def _without_weights(role: str, model: ModelSpec, config: Any, head: Head) -> An
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     )
 
-    key, kind = model_key(role, model), config.model_type
+    key, kind = StoredModel.of(role, model).where, config.model_type
     if head == "scalar":
         config.num_labels = 1
     names = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES if head == "scalar" else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -303,7 +303,7 @@ def _check_files(role: str, model: ModelSpec, built: Any, optional: set[str]) ->
     if not stored:
         return
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
-    found, key = named_as(stored, shapes), model_key(role, model)
+    found, key = named_as(stored, shapes), StoredModel.of(role, model).where
     missing = set(shapes) - set(found) - {ParameterName.SCALAR_HEAD}
     others = {name for name in found if name not in shapes and name.endswith((".weight", ".bias"))}
     if missing and others:

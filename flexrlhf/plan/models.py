@@ -293,8 +293,7 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
                     shape.check_rank(role, lora)
                 elif not saved_later:
                     stored, head = StoredModel.of(role, model), {ParameterName.SCALAR_HEAD}
-                    where = f"{stored.key} {stored.path}"
-                    check_stored(where, stored.adapter_tensors, dict(shape.trained), head, "its base model")
+                    check_stored(stored.where, stored.adapter_tensors, dict(shape.trained), head, "its base model")
             shapes[role] = first_equal(shape)
     return {role: shapes[role] for role in graph.roles if role in shapes}
 

@@ -21,8 +21,6 @@ from flexrlhf.errors import UserError
 from flexrlhf.plan.hub_names import in_cache
 from flexrlhf.runs.run_directory import RunDirectory
 
-TOKENS = 256
-"""Most tokens of a reply, unless a run has another limit."""
 FILES = ("config.json", "adapter_config.json")
 """Files of which a directory of a model has one."""
 
@@ -83,12 +81,12 @@ class Policies:
 
     after:   the trained one, or a model that no run has trained.
     before:  the one that its run started from; None: it has no files, or there is no run.
-    limit:   tokens of a response in the run; None without one.
+    limit:   most tokens of a reply, of a response in the run if there is one.
     """
 
     after: Path
     before: Path | None = None
-    limit: int | None = None
+    limit: int = 256
 
     @classmethod
     def find(cls, place: Path) -> Policies:

@@ -5,6 +5,7 @@ Two machines with the same ones compute with the same weights and rows.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from flexrlhf.config.code_checks import imported_files, python_file
+from flexrlhf.config.code_checks import python_file
 from flexrlhf.config.engines import PEFT, EngineFacts
 from flexrlhf.config.plugins import Plugin
 from flexrlhf.config.reward_sources import FunctionSource
@@ -163,7 +164,41 @@ def check_code(reference: str, setting: str, expected: Mapping[str, str], where:
 def _python_files(reference: str, setting: str) -> list[Path]:
     place, colon, _ = reference.rpartition(":")
     file = python_file(place, setting) if colon else None
-    return [] if file is None else imported_files(file)
+    return [] if file is None else _with_imported(file)
+
+
+def _with_imported(file: Path) -> list[Path]:
+    """Return a Python file and the files of its directory that it imports, also through each other."""
+    found: dict[Path, None] = {}
+    pending = [file]
+    while pending:
+        each = pending.pop()
+        if each not in found:
+            found[each] = None
+            for base in _imports(each, file.parent):
+                places = base.parent / f"{base.name}.py", base / "__init__.py"
+                pending += [path for path in places if path.is_file()]
+    return sorted(found)
+
+
+def _imports(file: Path, root: Path) -> Iterator[Path]:
+    """Yield the places, without an ending, at which the modules that ``file`` imports would be below ``root``."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(root, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = file.parents[node.level - 1] if node.level else root
+            module = [node.module] if node.module else []
+            names = [(base, ".".join([*module, *end])) for end in [[], *([alias.name] for alias in node.names)]]
+        else:
+            continue
+        for base, name in names:
+            parts = name.split(".")
+            yield from (base.joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1))
 
 
 def _files(place: Path) -> list[Path]:

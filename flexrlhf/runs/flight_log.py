@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 from flexrlhf.runs.row_file import RowFile
-from flexrlhf.timeline import SPANS, Span, Trace
+from flexrlhf.timeline import Span, Trace
 
 _FLIGHT = "flight"
 TIMELINE = "timeline"
@@ -165,7 +165,7 @@ class FlightLogs:
         """Yield the spans until the last checkpoint, of this process and those that the run goes on from."""
         for path in sorted((self.directory / TIMELINE).glob("*.jsonl")):
             for line in path.read_text().splitlines():
-                yield from SPANS.validate_json(json.loads(line)["spans"])
+                yield from Span.from_json(json.loads(line)["spans"])
 
     def saved_file(self, rank: int) -> Path:
         """Return the file with the spans of ``rank`` until the last checkpoint."""

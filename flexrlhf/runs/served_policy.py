@@ -31,7 +31,7 @@ from flexrlhf.engines.sampling import completes_stop, sample_tokens
 from flexrlhf.environments.call_forms import ends_in_thought
 from flexrlhf.environments.tool_calls import read_reply
 from flexrlhf.errors import UserError, one_line
-from flexrlhf.runs.conversation import TOKENS, Policies
+from flexrlhf.runs.conversation import Policies
 from flexrlhf.runs.served_scores import chosen_device
 from flexrlhf.serving.model_calls import CallRefused, ModelCall, ModelReply, ScoredToken
 
@@ -391,4 +391,4 @@ def load_policy(
         sampler = TransformersSampler(speaker.model.to(place), pad, most_rows)
     own = None if config is None else config.eos_token_id
     ends = [] if own is None else [own] if isinstance(own, int) else own
-    return ServedPolicy(sampler, tokenizer, most_tokens or found.limit or TOKENS, tool_format, ends, secret)
+    return ServedPolicy(sampler, tokenizer, most_tokens or found.limit, tool_format, ends, secret)

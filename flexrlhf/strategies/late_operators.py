@@ -17,16 +17,12 @@ from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placement import Placement
 
 
-def training_ranks(graph: Graph, placement: Placement) -> frozenset[int]:
-    """Return the ranks that train a model."""
-    return frozenset(rank for role in graph.trained for rank in placement[role].ranks)
-
-
 def is_late(operator: Operator, graph: Graph, placement: Placement) -> bool:
     """Whether ``operator`` runs on ranks of training, or with the weights that training of its batch starts from."""
     copy = placement.copy_for(operator)
     is_filled = copy.role in graph.trained and copy.is_filled_for_calls
-    return operator.on_trained or is_filled or not training_ranks(graph, placement).isdisjoint(copy.ranks)
+    trains = any(not set(copy.ranks).isdisjoint(placement[role].ranks) for role in graph.trained)
+    return operator.on_trained or is_filled or trains
 
 
 def combines_behind_training(graph: Graph, placement: Placement, lag: int) -> Graph:

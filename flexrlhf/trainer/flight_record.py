@@ -21,7 +21,7 @@ from flexrlhf.comm.world import World
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
-from flexrlhf.timeline import KEPT_STEPS, SPANS, Instant, Timeline
+from flexrlhf.timeline import Instant, Span, Timeline
 from flexrlhf.trainer.execution import Execution, Observer
 
 
@@ -83,7 +83,7 @@ class FlightRecord(Observer):
         self.progress = RankProgress(world, name, models, plan.spec.timeout_seconds)
         # a CPU's work is done when a call returns, so the clock of the host serves
         clock = None if world.device.type == "cpu" else DeviceClock(world.device)
-        self.timeline = Timeline(rank, KEPT_STEPS, clock)
+        self.timeline = Timeline(rank, Timeline.KEPT_STEPS, clock)
         self.directory = directory
         self._header: dict[str, Any] = {
             "rank": rank,
@@ -93,7 +93,7 @@ class FlightRecord(Observer):
             "models": models[rank],
             "debug": plan.spec.debug.thrown,
         }
-        self._log = directory.flights.writer(self._header, KEPT_STEPS)
+        self._log = directory.flights.writer(self._header, Timeline.KEPT_STEPS)
 
     def begin(self, execution: Execution) -> None:
         """Report the position of this rank, and begin the span of an instruction."""
@@ -114,7 +114,7 @@ class FlightRecord(Observer):
     def append_spans(self, files: RunFiles, next_step: int) -> None:
         """Append the spans until the checkpoint before ``next_step`` to this rank's file."""
         path = self.directory.flights.saved_file(self._header["rank"])
-        line = json.dumps({"next_step": next_step, "spans": SPANS.dump_json(self.timeline.take()).decode()})
+        line = json.dumps({"next_step": next_step, "spans": Span.to_json(self.timeline.take())})
         files.append(path, line + "\n")
 
     def close(self) -> None:

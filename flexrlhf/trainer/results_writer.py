@@ -20,7 +20,7 @@ from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_loggers import RunLoggers
 from flexrlhf.strategies.schedule import ANEW, RunStart
 from flexrlhf.text import span_of
-from flexrlhf.timeline import KEPT_STEPS, SPANS, Timeline, Trace
+from flexrlhf.timeline import Span, Timeline, Trace
 from flexrlhf.trainer.execution import Execution, Observer
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder, Steps
@@ -178,7 +178,7 @@ class ResultsWriter(Observer):
         rows:   bytes of all columns at the end of a step.
         copies: seconds of copies to host memory and back, and of waits for them.
         """
-        self._mailbox.publish(f"timeline/{self._world.rank}", SPANS.dump_json(timeline.take()).decode())
+        self._mailbox.publish(f"timeline/{self._world.rank}", Span.to_json(timeline.take()))
         memory = {"peak": peaks[0], "in_use": peaks[1], "start": start, "rows": rows, "copies": copies}
         self._mailbox.publish(f"memory/{self._world.rank}", {"models": usage, **memory})
         if self._world.rank == 0:
@@ -193,7 +193,7 @@ class ResultsWriter(Observer):
         for rank in range(self._plan.placement.num_ranks):
             keys = {f"{kind}/{rank}": f"rank {rank}" for kind in ("timeline", "memory")}
             timeline, memory[rank] = self._mailbox.gather(keys, "the end of the run")
-            spans += SPANS.validate_json(timeline)
+            spans += Span.from_json(timeline)
         facts = {
             "device": self._world.device.type,
             "device_class": {device.rank: device.device_class for device in self._plan.cluster.devices},
@@ -204,7 +204,7 @@ class ResultsWriter(Observer):
             "start_bytes": {rank: found["start"] for rank, found in memory.items()},
             "host_copies": {rank: found["copies"] for rank, found in memory.items()},
         }
-        first = max((span.step for span in spans), default=0) - KEPT_STEPS
+        first = max((span.step for span in spans), default=0) - Timeline.KEPT_STEPS
         Trace([span for span in spans if span.step > first], facts).write(self._directory.timeline)
 
 

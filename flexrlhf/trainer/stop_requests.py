@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import ClassVar
 
 import torch.distributed as dist
 
-from flexrlhf.signals import SAVING
+from flexrlhf.signals import StopSignal
 
-END_NOW = "now"
-"""Contents of the file of a request once a second signal has come: the ranks end without saving."""
-REPLAN = "replan"
-"""Contents of the file of a request after which the launcher goes on under another placement."""
 STOP, CONTINUE = "stop", "continue"
 
 
@@ -35,9 +32,14 @@ class StopRequests:
     file: Path | None = None
     _is_signalled: bool = field(default=False, init=False)
 
+    END_NOW: ClassVar = "now"
+    """Contents of the file once a second signal has come: the ranks end without saving."""
+    REPLAN: ClassVar = "replan"
+    """Contents of the file after which the launcher goes on under another placement."""
+
     def install_handlers(self) -> None:
         """Take signals to this process as requests."""
-        for number in SAVING:
+        for number in StopSignal.SAVING:
             signal.signal(number, self._on_signal)
 
     def decide(self, moment: str) -> bool:

@@ -24,6 +24,25 @@ class CallFailure:
     kind: str
     text: str
 
+    @classmethod
+    def of(cls, error: BaseException, kind: str, verb: str) -> CallFailure:
+        """Return the failure of a call that raised.
+
+        Memory and open files are kinds of their own: another call of the process may have used them up.
+        """
+        if isinstance(error, BadReply):
+            return cls("reply", str(error))
+        if isinstance(error, ServerGone):
+            # each server is named once
+            return cls(f"server {error.address}".rstrip(), str(error))
+        # str(error) may raise
+        line = line_of(error)
+        if isinstance(error, MemoryError) or is_exhaustion(RuntimeError(line)):
+            kind = "memory"
+        elif isinstance(error, OSError) and error.errno in (EMFILE, ENFILE):
+            kind = "files"
+        return cls(kind, f"{verb} {line}")
+
 
 class CallFailed(Exception):
     """A call or a request without a usable reply, and why."""
@@ -62,27 +81,8 @@ class Caught:
         if isinstance(error, self._passes):
             return False
         if error is not None:
-            self.failure = failure_of(error, self._kind, self._verb)
+            self.failure = CallFailure.of(error, self._kind, self._verb)
         return True
-
-
-def failure_of(error: BaseException, kind: str, verb: str) -> CallFailure:
-    """Return the failure of a call that raised.
-
-    Memory and open files are kinds of their own: another call of the process may have used them up.
-    """
-    if isinstance(error, BadReply):
-        return CallFailure("reply", str(error))
-    if isinstance(error, ServerGone):
-        # each server is named once
-        return CallFailure(f"server {error.address}".rstrip(), str(error))
-    # str(error) may raise
-    line = line_of(error)
-    if isinstance(error, MemoryError) or is_exhaustion(RuntimeError(line)):
-        kind = "memory"
-    elif isinstance(error, OSError) and error.errno in (EMFILE, ENFILE):
-        kind = "files"
-    return CallFailure(kind, f"{verb} {line}")
 
 
 class WarnOnce:

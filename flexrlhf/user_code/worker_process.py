@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pebble import ProcessExpired, ProcessPool
 
-from flexrlhf.user_code.call_failures import CallFailed, CallFailure, failure_of
+from flexrlhf.user_code.call_failures import CallFailed, CallFailure
 from flexrlhf.user_code.deadline import Deadline
 from flexrlhf.user_code.processes import WorkerContext, begin, exit_text, kill_group
 
@@ -94,7 +94,7 @@ class Worker:
                     CallFailure("crash", "its worker process ended at the start of this call, or before it")
                 )
         # such as memory that is used up where errors are caught
-        raise CallFailed(failure_of(error, "raise", "raised"))
+        raise CallFailed(CallFailure.of(error, "raise", "raised"))
 
     def stop(self) -> None:
         """Start to end the process; ``close`` waits for it."""

@@ -72,7 +72,7 @@ def load_config(role: str, model: ModelSpec) -> Any:
     from transformers import AutoConfig
 
     model = model.model_copy(update={"path": StoredModel.of(role, model).whole.path})
-    raw, key = read_config(role, model), model_key(role, model)
+    raw, key = read_config(role, model), StoredModel.of(role, model).where
     if not is_native(raw["model_type"]):
         _check_code(role, model, raw)
     with one_sentence_errors(key), quiet():
@@ -92,11 +92,6 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
-
-
-def model_key(role: str, model: ModelSpec) -> str:
-    """Return how messages name the model of a role: by its path where it has one."""
-    return f"models.{role}" + (f".path {model.path}" if model.path is not None else "")
 
 
 def is_read_in_parts(model: ModelSpec, family: str) -> bool:
@@ -124,7 +119,7 @@ def _check_code(role: str, model: ModelSpec, config: dict[str, Any]) -> None:
     from transformers import __version__
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    key, kind, code = model_key(role, model), config["model_type"], config.get("auto_map")
+    key, kind, code = StoredModel.of(role, model).where, config["model_type"], config.get("auto_map")
     if code and model.trust_remote_code:
         return
     if code:

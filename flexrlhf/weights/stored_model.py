@@ -88,7 +88,7 @@ class StoredModel:
                 last._check_one_kind()
                 return last
             last = last.below
-        raise UserError(f"{last._where}: its {self.ADAPTER_CONFIG} names adapters on adapters, {MOST_LAYERS} and more")
+        raise UserError(f"{last.where}: its {self.ADAPTER_CONFIG} names adapters on adapters, {MOST_LAYERS} and more")
 
     @property
     def below(self) -> StoredModel:
@@ -96,12 +96,12 @@ class StoredModel:
         base = self._adapter_config.get("base_model_name_or_path")
         if not isinstance(base, str) or not Path(base).is_dir():
             raise UserError(
-                f"{self._where}: contains adapters, and their base model {base!r} is no directory here; correct "
+                f"{self.where}: contains adapters, and their base model {base!r} is no directory here; correct "
                 f"base_model_name_or_path in {self.ADAPTER_CONFIG}, or merge them with `flexrlhf export "
                 f"--merge-adapters`"
             )
         if not (self._directory / self.ADAPTER_WEIGHTS).is_file():
-            raise UserError(f"{self._where}: contains adapters without their weights (no file {self.ADAPTER_WEIGHTS})")
+            raise UserError(f"{self.where}: contains adapters without their weights (no file {self.ADAPTER_WEIGHTS})")
         return replace(self, path=base)
 
     @property
@@ -138,7 +138,7 @@ class StoredModel:
     def adapter_tensors(self) -> dict[str, StoredTensor]:
         """Tensors of the adapters, a scalar head among them, by the model's parameters."""
         renamed = {}
-        for name, tensor in read_header(self._where, self._directory / self.ADAPTER_WEIGHTS).items():
+        for name, tensor in read_header(self.where, self._directory / self.ADAPTER_WEIGHTS).items():
             own = name.removeprefix(self.PREFIX)
             for matrix in ParameterName.MATRICES:
                 own = own.replace(f".{matrix}.weight", f".{matrix}.{ParameterName.ADAPTER}.weight")
@@ -153,10 +153,10 @@ class StoredModel:
         """
         stored: dict[str, StoredTensor] = {}
         for file in self.files:
-            found = read_header(self._where, file)
+            found = read_header(self.where, file)
             for name in sorted(found.keys() & stored.keys()):
                 raise UserError(
-                    f"{self._where}: {name} is in {stored[name].file.name} and in {file.name}; copy the whole "
+                    f"{self.where}: {name} is in {stored[name].file.name} and in {file.name}; copy the whole "
                     f"directory, or remove the file that is not of this model"
                 )
             stored |= found
@@ -167,7 +167,7 @@ class StoredModel:
     @property
     def head_name(self) -> str | None:
         """Name of the scalar head in the files where it is not transformers', without ``.weight``."""
-        return _own_head_name({name for file in self.files for name in read_header(self._where, file)})
+        return _own_head_name({name for file in self.files for name in read_header(self.where, file)})
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -183,18 +183,18 @@ class StoredModel:
         if _exists(directory / self.INDEX):
             files = tuple(directory / name for name in self._indexed)
             if not files:
-                raise UserError(f"{self._where}: {self.INDEX} names no file; copy the whole directory")
+                raise UserError(f"{self.where}: {self.INDEX} names no file; copy the whole directory")
             missing = [file.name for file in files if not _exists(file)]
             if missing:
                 raise UserError(
-                    f"{self._where}: {self.INDEX} names {some_of(missing, 3)}, which is not there; copy the whole "
+                    f"{self.where}: {self.INDEX} names {some_of(missing, 3)}, which is not there; copy the whole "
                     f"directory"
                 )
             return files
         others = sorted(file.name for file in directory.glob("*.safetensors"))
         if others:
             raise UserError(
-                f"{self._where}: has {some_of(others, 3)}, but neither {self.SINGLE} nor {self.INDEX}, one of which "
+                f"{self.where}: has {some_of(others, 3)}, but neither {self.SINGLE} nor {self.INDEX}, one of which "
                 f"is loaded"
             )
         return ()
@@ -204,13 +204,14 @@ class StoredModel:
         return Path(str(self.path))
 
     @property
-    def _where(self) -> str:
-        return f"{self.key} {self.path}"
+    def where(self) -> str:
+        """How messages name the model: by its path where it has one."""
+        return self.key.removesuffix(".path") if self.path is None else f"{self.key} {self.path}"
 
     @property
     def _indexed(self) -> list[str]:
         """Names of the files in the index."""
-        where, index = self._where, self._directory / self.INDEX
+        where, index = self.where, self._directory / self.INDEX
         check_regular(where, index)
         try:
             content = json.loads(index.read_bytes())
@@ -232,7 +233,7 @@ class StoredModel:
         """Raise UserError for a whole model next to adapters, of which transformers would load either."""
         if self.path is not None and (self._directory / self.ADAPTER_CONFIG).is_file():
             raise UserError(
-                f"{self._where}: has a whole model and {self.ADAPTER_CONFIG}; remove one of them, since either could "
+                f"{self.where}: has a whole model and {self.ADAPTER_CONFIG}; remove one of them, since either could "
                 f"be meant"
             )
 
@@ -240,7 +241,7 @@ class StoredModel:
     def _adapter_config(self) -> dict[str, Any]:
         """Config of the adapters. Raises UserError for one that cannot be read, or has a value that peft does not
         take."""
-        where = f"{self._where}: its {self.ADAPTER_CONFIG}"
+        where = f"{self.where}: its {self.ADAPTER_CONFIG}"
         try:
             config: Any = json.loads((self._directory / self.ADAPTER_CONFIG).read_bytes())
         except (OSError, ValueError, RecursionError) as error:

@@ -44,51 +44,32 @@ class _Pair:
     destination: PlacedModel = field(compare=False)
 
 
-def volumes(
-    source: PlacedModel,
-    destination: PlacedModel,
-    shape: ModelShape,
-    rank: int,
-    node_of: NodeOf | None = None,
-    overlaps: bool = False,
-) -> Volumes:
-    """Return the volumes to and from ``rank`` in one Sync; ``overlaps``: that overlaps other work.
-
-    It packs its part of a tensor for each tensor-parallel rank that stores the same; and once more
-    where some ranks of the copy have a part themselves and others not, and where some are on a node that has it.
-    """
-    return _volumes_between(source, destination, shape, node_of).on(rank, overlaps)
-
-
-def merged_elements(
-    source: PlacedModel, destination: PlacedModel, shape: ModelShape, rank: int, node_of: NodeOf | None = None
-) -> int:
-    """Return the elements of the adapters that a rank of ``source`` merges before a Sync sends the weights."""
-    return _volumes_between(source, destination, shape, node_of).merged_on(rank)
-
-
-def _volumes_between(
-    source: PlacedModel, destination: PlacedModel, shape: ModelShape, node_of: NodeOf | None
-) -> _PairVolumes:
-    stored = tuple(map(_stored, (source, destination)))
-    return _volumes_of(_Pair(stored, shape, node_of, source, destination))
-
-
 def _stored(model: PlacedModel) -> object:
     """Return all that the parts on the ranks of ``model`` depend on, but for its shape."""
     is_plain = model.settings.lora is None
     return model.layout, model.engine, model.split, model.num_shards, model.rollout is None, is_plain
 
 
-@lru_cache(maxsize=256)
-def _volumes_of(pair: _Pair) -> _PairVolumes:
-    """Return the volumes of a pair from a cache: plans that differ in other settings have the same ones."""
-    return _PairVolumes(pair)
-
-
-class _PairVolumes:
+class SyncVolumes:
     """Volumes of the ranks of a Sync, computed when they are first needed, once for ranks with the same parts on nodes
-    with the same."""
+    with the same; plans that differ in other settings share them.
+
+    A rank packs its part of a tensor for each tensor-parallel rank that stores the same; and once more where some ranks
+    of the copy have a part themselves and others not, and where some are on a node that has it.
+    """
+
+    @classmethod
+    def of(
+        cls, source: PlacedModel, destination: PlacedModel, shape: ModelShape, node_of: NodeOf | None = None
+    ) -> SyncVolumes:
+        """Return the volumes between a trained model and a copy."""
+        stored = tuple(map(_stored, (source, destination)))
+        return cls._cached(_Pair(stored, shape, node_of, source, destination))
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def _cached(cls, pair: _Pair) -> SyncVolumes:
+        return cls(pair)
 
     def __init__(self, pair: _Pair) -> None:
         self._pair, source, destination, node_of = pair, pair.source, pair.destination, pair.node_of
@@ -110,8 +91,8 @@ class _PairVolumes:
         self._num_receiving = sum(bool(stored) for _, stored in self._nodes.values())
         self._of_nodes: dict[int, _NodeParts] = {}
 
-    def on(self, rank: int, overlaps: bool) -> Volumes:
-        """Return the volumes of ``rank``."""
+    def on(self, rank: int, overlaps: bool = False) -> Volumes:
+        """Return the volumes to and from ``rank`` in one Sync; ``overlaps``: that overlaps other work."""
         own, needed = self._sent(rank), self._needed(rank)
         here = self._node(rank) if needed is not None and self._nodes else None
         key = id(own), id(needed), here and here.key, overlaps
@@ -120,8 +101,8 @@ class _PairVolumes:
         return self._found[key]
 
     def merged_on(self, rank: int) -> int:
-        """Return the elements of the adapters that a rank of the trained model merges, once for ranks that gather the
-        same parts."""
+        """Return the elements of the adapters that a rank of the trained model merges before a Sync sends the weights,
+        once for ranks that gather the same parts."""
         source, destination, shape = self._pair.source, self._pair.destination, self._pair.shape
         key = source.position(source.shard_set(rank)[0])
         if key not in self._merged:

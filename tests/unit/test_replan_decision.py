@@ -28,7 +28,7 @@ from flexrlhf.launch.start import saving_on_signals
 from flexrlhf.plan.plan import Plan
 from flexrlhf.report.metric_table import MetricTable
 from flexrlhf.report.sections import replan_text
-from flexrlhf.trainer.stop_requests import END_NOW, REPLAN
+from flexrlhf.trainer.stop_requests import StopRequests
 
 GPUS = "cluster={nodes: [{devices: 4, class: A100-80G}]}"
 LONG = ("data.max_response_tokens=2048", "data.max_prompt_tokens=64", "algorithm.prompts_per_step=64")
@@ -140,13 +140,13 @@ def test_what_numbers_depend_on_and_what_is_written_stays() -> None:
 def test_a_signal_takes_the_place_of_a_decision(tmp_path: Path) -> None:
     """A job that saves and ends to go on under another placement then ends; a second SIGTERM ends it at once."""
     stop = tmp_path / "stop"
-    stop.write_text(REPLAN)
+    stop.write_text(StopRequests.REPLAN)
     with saving_on_signals(stop, True):
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.read_text() == ""
         with pytest.raises(SignalException):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.read_text() == END_NOW
+    assert stop.read_text() == StopRequests.END_NOW
 
 
 def test_the_report_says_how_long_steps_took_before_and_after() -> None:

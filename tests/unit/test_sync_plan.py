@@ -15,7 +15,7 @@ from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.shapes import model_shape
 from flexrlhf.weights.shards import part_elements
 from flexrlhf.weights.sync_plan import SyncPlan, transfers_of
-from flexrlhf.weights.sync_volumes import volumes
+from flexrlhf.weights.sync_volumes import SyncVolumes
 from flexrlhf.weights.transfer_plan import WeightMessage, count
 from flexrlhf.weights.transfers import NodeOf
 
@@ -70,7 +70,7 @@ def test_buffers_are_within_the_setting(source: dict[str, Any], copy: dict[str, 
         for overlaps in (False, True):
             whole = transfers_of(trained, follower, shape(), 10**9, node_of, overlaps=overlaps)
             for rank, size in whole.buffers.items():
-                found = volumes(trained, follower, shape(), rank, node_of)
+                found = SyncVolumes.of(trained, follower, shape(), node_of).on(rank)
                 assert size <= found.packed + found.received + found.sent_on
                 assert whole.received.get(rank, 0) == found.received
                 first = [each for each in whole.messages if not each.is_sent_on and rank in each.destinations]
@@ -86,7 +86,7 @@ def test_a_source_packs_what_a_stage_stores_for_the_ranks_of_the_stage(tp: int) 
     trained, packed = placed_model("actor", (0,)), []
     for pp in (1, 4):
         follower = placed_model("actor.shadow", tuple(range(1, 1 + pp * tp)), engine="megatron", pp=pp, tp=tp)
-        packed.append(volumes(trained, follower, made, 0).packed)
+        packed.append(SyncVolumes.of(trained, follower, made).on(0).packed)
         assert transfers_of(trained, follower, made, 10**9).buffers[0] <= packed[-1]
     assert packed[0] == packed[1]
 
@@ -96,10 +96,10 @@ def test_volumes_are_computed_once_for_alike_ranks_and_for_plans_with_other_sett
     trained, follower = placed_model("actor", ranks, tp=2), placed_model("actor.shadow", ranks, tp=4)
     larger = placed_model("actor", ranks, tp=2, micro_batch_tokens=4096)
     node_of: NodeOf = lambda rank: rank // 8  # noqa: E731
-    found = [volumes(each, follower, shape(), rank, node_of) for each in (trained, larger) for rank in ranks]
+    found = [SyncVolumes.of(each, follower, shape(), node_of).on(rank) for each in (trained, larger) for rank in ranks]
     assert len({id(each) for each in found}) == 4
     apart = placed_model("actor.shadow", ranks[16:], tp=4)
-    found = [volumes(trained, apart, shape(), rank, node_of) for rank in ranks]
+    found = [SyncVolumes.of(trained, apart, shape(), node_of).on(rank) for rank in ranks]
     assert len({id(each) for each in found}) == 2 + 4
 
 

@@ -10,7 +10,7 @@ import pytest
 from small_runs import plan_of
 
 from flexrlhf.strategies.instructions import Move
-from flexrlhf.timeline import SPANS, Span, Timeline, Trace
+from flexrlhf.timeline import Span, Timeline, Trace
 
 CHUNKS = ("algorithm.num_mini_batches=2", "schedule.num_chunks=2")
 
@@ -38,7 +38,7 @@ def test_an_instruction_that_does_not_end_leaves_no_span() -> None:
 def test_spans_survive_the_way_to_another_process() -> None:
     timeline = Timeline(rank=0, keep_steps=100)
     timeline.spans.extend([Span(0, "run", "a", 1, None, 1.5, 2.5), Span(0, "move", "b", 1, 0, 2.5, 3.0, 12)])
-    assert SPANS.validate_json(SPANS.dump_json(list(timeline.spans))) == list(timeline.spans)
+    assert Span.from_json(Span.to_json(list(timeline.spans))) == list(timeline.spans)
 
 
 def test_the_trace_has_a_lane_for_each_rank_and_microseconds_from_the_first_span(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from flexrlhf.api import (
     make_plan,
     resume_runs,
 )
-from flexrlhf.api.engine import REPLAN
+from flexrlhf.api.engine import StopRequests
 from flexrlhf.guideline.advice.replan import Replan, format_replan, places_text, replan, returns
 from flexrlhf.guideline.simulation.measured_run import measured_run
 
@@ -88,7 +88,7 @@ class Replanner:
             yield
         finally:
             ended.set()
-            self._is_stopped = stop.exists() and stop.read_text() == REPLAN
+            self._is_stopped = stop.exists() and stop.read_text() == StopRequests.REPLAN
 
     def _watch(self, stop: Path, ended: threading.Event) -> None:
         while not ended.wait(LOOK_SECONDS):
@@ -96,7 +96,7 @@ class Replanner:
                 if self._is_due(plan) and (chosen := self._decide(plan)) is not None and not ended.is_set():
                     self._chosen = chosen
                     with suppress(FileExistsError), stop.open("x") as file:
-                        file.write(REPLAN)
+                        file.write(StopRequests.REPLAN)
                     return
 
     def _is_due(self, plan: Plan) -> bool:
