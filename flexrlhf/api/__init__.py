@@ -114,7 +114,7 @@ if TYPE_CHECKING:
     from flexrlhf.runs.fingerprints import Fingerprints
     from flexrlhf.runs.free_space import DiskDemand
     from flexrlhf.runs.logger import LoggedRun, RunLogger
-    from flexrlhf.runs.resume import AUTO, ORDERS, Resumption, resume_runs
+    from flexrlhf.runs.resume import AUTO, Resumption, RunOrder, resume_runs
     from flexrlhf.runs.run_directory import RunDirectory
     from flexrlhf.signals import Ending, StopSignal, handled
     from flexrlhf.strategies.instructions import Eval, Instruction, Move, Run, Sync, WorkKind

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -170,13 +170,23 @@ class Example:
     turns: Chat = field(default=(), compare=False)
     trained: tuple[tuple[bool, ...], ...] = ()
 
+    @staticmethod
+    def to_data(examples: Iterable[Example]) -> list[Any]:
+        """Return examples as data that JSON has."""
+        found: list[Any] = _EXAMPLES.dump_python([*examples], mode="json")
+        return found
+
+    @staticmethod
+    def from_data(data: object) -> list[Example]:
+        """Return the examples of ``to_data``."""
+        return _EXAMPLES.validate_python(data)
+
     def is_trained(self, response: int) -> tuple[bool, ...]:
         """Return for each token of a response whether it is trained on."""
         return self.trained[response] if self.trained else (True,) * len(self.responses[response])
 
 
-EXAMPLES = TypeAdapter(list[Example])
-"""JSON of examples."""
+_EXAMPLES = TypeAdapter(list[Example])
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from flexrlhf.config.code_checks import check_function
 from flexrlhf.config.spec_file import SpecFile, program_settings
-from flexrlhf.data.examples import EXAMPLES
+from flexrlhf.data.examples import Example
 from flexrlhf.data.files import Row
 from flexrlhf.errors import UserError
 from flexrlhf.launch.called_batch import CalledBatch, Metrics, named
@@ -386,7 +386,7 @@ class Session:
                 f"{self.plan.batch.num_new}, give as many"
             )
         examples = self.plan.data.examples(f"prompts of step {step}", rows, self._tokenizer)
-        found: Sequence[object] = EXAMPLES.dump_python(examples, mode="json")
+        found: Sequence[object] = Example.to_data(examples)
         return found
 
     @cached_property

@@ -20,7 +20,7 @@ from flexrlhf.config.code_loading import python_command
 from flexrlhf.errors import Interrupted, Preempted, RankFailure, RunStopped, UserError
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.resume import ORDERS, RunOrder, resume_runs
+from flexrlhf.runs.resume import RunOrder, resume_runs
 from flexrlhf.strategies.calls import CallsInFlight
 from flexrlhf.user_code.process_directories import process_directory
 
@@ -64,7 +64,7 @@ class SessionRanks:
     def _start(self, order: RunOrder) -> tuple[int, CallsInFlight]:
         directory = self._stack.enter_context(process_directory())
         address, orders, self._outcome = (directory / name for name in ("program", "orders.json", "outcome.json"))
-        orders.write_bytes(ORDERS.dump_json([replace(order, program=str(address))]))
+        orders.write_bytes(RunOrder.to_json([replace(order, program=str(address))]).encode())
         listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(str(address))
         listener.listen(1)

@@ -27,13 +27,13 @@ def main(orders: str, outcome: str, nnodes: str, endpoint: str) -> int:
             from flexrlhf.launch.rendezvous import refuse
             from flexrlhf.placement.hosts import Hosts
             from flexrlhf.plan.pipeline import make_plan
-            from flexrlhf.runs.resume import ORDERS, Resumption
+            from flexrlhf.runs.resume import Resumption, RunOrder
 
             hosts = Hosts(int(nnodes), rdzv_endpoint=endpoint)
             if hosts.nnodes == 1 and not JobSecret.here().value:
                 # several machines agree on one
                 os.environ[JobSecret.VARIABLE] = token_hex()
-            (order,) = ORDERS.validate_json(Path(orders).read_bytes())
+            (order,) = RunOrder.from_json(Path(orders).read_text())
             try:
                 job = checked_job([Resumption.ordered(make_plan(order.spec), order)], hosts)
             except UserError as error:

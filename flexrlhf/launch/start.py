@@ -29,7 +29,7 @@ from flexrlhf.launch.rendezvous import NodeRendezvous
 from flexrlhf.launch.shared_directories import OWN, SHARED
 from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.resume import ORDERS, RunOrder
+from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.signals import Ending, StopSignal, handled
 from flexrlhf.text import counted
@@ -63,7 +63,7 @@ def launch(
     directories = [order.spec.directory for order in orders]
     with process_directory() as directory:
         file, stop, events = (directory / name for name in ("orders.json", "stop", "events.jsonl"))
-        file.write_bytes(ORDERS.dump_json(orders))
+        file.write_bytes(RunOrder.to_json(orders).encode())
         saves = all(order.spec.checkpoint.on_signal for order in orders)
         with saving_on_signals(stop, saves), watch(stop):
             ranks = ["flexrlhf.launch.rank", str(file), str(stop), SHARED if shares else OWN]

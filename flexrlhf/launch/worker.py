@@ -33,7 +33,7 @@ from flexrlhf.launch.failures import ErrorReport
 from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.launch.shared_directories import OWN
 from flexrlhf.plan.pipeline import make_plans
-from flexrlhf.runs.resume import ORDERS, RunOrder
+from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
 from flexrlhf.trainer.memory_meter import naming_exhaustion
@@ -107,10 +107,10 @@ def needs_one_queue(orders: Sequence[RunOrder], rank: int) -> bool:
 def _orders_of_first(orders: Sequence[RunOrder], world: World, seconds: float) -> Sequence[RunOrder]:
     """Return rank 0's orders: a machine with directories of its own has not found the checkpoints."""
     if world.rank == 0:
-        world.store.set("orders", JobSecret.here().signed("orders", ORDERS.dump_json(orders).decode()))
+        world.store.set("orders", JobSecret.here().signed("orders", RunOrder.to_json(orders)))
         return orders
     world.wait_for(world.store, {"orders": "rank 0"}, "the orders of rank 0", seconds)
-    return ORDERS.validate_json(JobSecret.here().verified("orders", world.store.get("orders").decode()))
+    return RunOrder.from_json(JobSecret.here().verified("orders", world.store.get("orders").decode()))
 
 
 def _continued(order: RunOrder, world: World) -> tuple[RunOrder, bool]:
@@ -148,7 +148,7 @@ def main(orders_file: str, stop_file: str, directories: str, events_file: str = 
     faulthandler.enable(all_threads=True)
     with ErrorReport():
         events = Path(events_file) if events_file else None
-        shares, stop, orders = directories != OWN, Path(stop_file), ORDERS.validate_json(Path(orders_file).read_bytes())
+        shares, stop, orders = directories != OWN, Path(stop_file), RunOrder.from_json(Path(orders_file).read_text())
         # the launcher writes the orders when it begins; a further attempt begins now
         is_first = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
         launched = Path(orders_file).stat().st_mtime if is_first else None

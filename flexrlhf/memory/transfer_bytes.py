@@ -14,7 +14,7 @@ from flexrlhf.weights.loading import is_read_in_parts
 from flexrlhf.weights.model_files import BLOCK_BYTES
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import Parameters
-from flexrlhf.weights.saving import SavedFile, saved_type, written_names
+from flexrlhf.weights.saving import SavedFile
 from flexrlhf.weights.shards import part_elements
 from flexrlhf.weights.sync_volumes import SyncVolumes
 from flexrlhf.weights.transfers import NodeOf
@@ -165,17 +165,17 @@ def copied_bytes(model: PlacedModel, shape: ModelShape, rank: int) -> int:
     """
     parts = shape.trained_parts(model, rank)
     if not model.trained:
-        return model.item_bytes * part_elements(parts, sorted(written_names(model, shape, rank)))
+        return model.item_bytes * part_elements(parts, sorted(shape.written_names(model, rank)))
     settings = model.settings
     item = 4 * (1 + settings.optimizer.num_moments)
     if settings.zero in (1, 2) and model.facts.split(settings.zero) == "whole":
         # each replica copies the elements that it updates
         return item * -(-part_elements(parts, list(parts)) // model.layout.of_weights.dp)
-    return item * part_elements(parts, sorted(written_names(model, shape, rank)))
+    return item * part_elements(parts, sorted(shape.written_names(model, rank)))
 
 
 def _saved_item(model: PlacedModel, shape: ModelShape) -> int:
-    return DTYPE_BYTES[saved_type(model, shape)]
+    return DTYPE_BYTES[shape.saved_type(model)]
 
 
 def _gathering(bucket: int, num_ranks: int) -> int:

@@ -10,13 +10,13 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import EPISODE_FAILURES, FAILED_IN_A_ROW
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED, failed_state
+from flexrlhf.operators.outcomes import EpisodeState
 
 STATES = {
     "episode_ended": "ended",
     "episode_last_turn": "last turn",
     "episode_no_room": "no room",
-    **{f"episode_failed_{kind}": failed_state(kind) for kind in EPISODE_FAILURES},
+    **{f"episode_failed_{kind}": EpisodeState.of_failure(kind) for kind in EPISODE_FAILURES},
 }
 """Statistic → the state of episodes that it counts."""
 
@@ -31,7 +31,7 @@ def episodes(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -
         return values.float().view(-1, batch.sequences).sum(1)
 
     ends = batch.episodes["episode"]
-    has_failed = ends >= FAILED
+    has_failed = ends >= EpisodeState.FAILED
     counted = {"turns": moments(total(batch["turns"]), ~has_failed), "episode_failed": moments(has_failed.float())}
     if batch.sequences > 1:
         counted["sequences"] = moments(total(batch["attention_mask"].any(1)), ~has_failed)
@@ -43,7 +43,7 @@ def episodes(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -
         **counted,
         FAILED_IN_A_ROW: moments(in_a_row),
         "reply_length": moments(total(replies.sum(1)), ~has_failed),
-        **{name: moments((ends == EPISODE_STATES[state]).float()) for name, state in STATES.items()},
+        **{name: moments((ends == EpisodeState.NUMBERS[state]).float()) for name, state in STATES.items()},
         "tool_calls": moments(total(batch["tool_calls"])),
         "failed_tool_calls": moments(total(batch["failed_tool_calls"])),
     }
@@ -51,7 +51,7 @@ def episodes(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -
 
 def _failed_in_a_row(settings: EnvironmentSpec, batch: Batch, context: CombineContext) -> int:
     """Return how many rows have failed in a row, in their order, after this step. Raises RunStopped for too many."""
-    failed = set(context.reducer.gather(batch.rows[batch["episode"] >= FAILED]).tolist())
+    failed = set(context.reducer.gather(batch.rows[batch["episode"] >= EpisodeState.FAILED]).tolist())
     rows = sorted(context.reducer.gather(batch.rows).tolist())
     in_a_row = int(context.state.get(FAILED_IN_A_ROW, 0))
     for row in rows:

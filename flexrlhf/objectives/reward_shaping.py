@@ -18,7 +18,7 @@ from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.operators.columns import Column, Qualifier, plain
-from flexrlhf.operators.outcomes import FAILED
+from flexrlhf.operators.outcomes import EpisodeState
 
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 """Relative difference up to which scores, which are float32, are the same."""
@@ -104,7 +104,7 @@ def raw_scores(spec: PolicySpec, batch: Batch, context: CombineContext) -> tuple
     """
     scores, has_failed = batch["scores"], torch.zeros_like(batch["finished"], dtype=torch.bool)
     if "episode" in batch.columns:
-        has_failed = batch["episode"] >= FAILED
+        has_failed = batch["episode"] >= EpisodeState.FAILED
         scores = scores.masked_fill(has_failed, 0.0)
     finite = finite_scores(spec, batch, scores, context)
     is_masked = (batch["finished"] == 0) & (spec.truncation == "mask")

@@ -12,18 +12,28 @@ from typing import ClassVar, Self
 from flexrlhf.metrics import EPISODE_FAILURES, Outcome
 
 
-def failed_state(kind: str) -> str:
-    """Return the state of an episode that failed. ``kind``: of the failure, such as ``crash`` or ``load timeout``."""
-    name = "load" if kind == "start" else kind.partition(" ")[0]
-    return f"failed: {name}" if name in EPISODE_FAILURES else "failed"
+class EpisodeState:
+    """State of an episode: its name, and its number in the column ``episode``.
 
+    One that has ended did so by its environment, after its last turn, since no room was left for a turn, or since its
+    environment failed.
+    """
 
-_STATES = ("going on", "ended", "last turn", "no room", *map(failed_state, ("", *EPISODE_FAILURES)))
-EPISODE_STATES = {name: code for code, name in enumerate(_STATES)}
-"""State of an episode → its number in the column ``episode``. One that has ended did so by its environment, after its
-last turn, since no room was left for a turn, or since its environment failed."""
-FAILED = EPISODE_STATES[failed_state("")]
-"""The first state of episodes that failed; later ones have the kind of failure."""
+    @staticmethod
+    def of_failure(kind: str) -> str:
+        """Return the state after a failure of ``kind``, such as ``crash`` or ``load timeout``."""
+        name = "load" if kind == "start" else kind.partition(" ")[0]
+        return f"failed: {name}" if name in EPISODE_FAILURES else "failed"
+
+    NUMBERS: ClassVar[Mapping[str, int]] = {
+        name: number
+        for number, name in enumerate(
+            ("going on", "ended", "last turn", "no room", *map(of_failure, ("", *EPISODE_FAILURES)))
+        )
+    }
+    """Name → number."""
+    FAILED: ClassVar[int] = NUMBERS["failed"]
+    """The first number of episodes that failed; later ones have the kind of failure."""
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from flexrlhf.plan.run_tokenizer import end_tokens, load_tokenizer, saved_templa
 from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
 from flexrlhf.runs.model_directory import TOKENIZER_FILES, ModelDirectory, SavedAdapters
 from flexrlhf.runs.run_directory import RunDirectory
-from flexrlhf.runs.tensor_files import PieceReader, piece_key
+from flexrlhf.runs.tensor_files import Piece, PieceReader
 from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.loading import load_config
+from flexrlhf.weights.model_files import StoredTensor
 from flexrlhf.weights.parameters import ParameterName
-from flexrlhf.weights.shapes import stored_type
 from flexrlhf.weights.stored_model import StoredModel
 
 
@@ -77,7 +77,7 @@ class TrainedModel:
         if chosen not in roles:
             raise UserError(f"--model {chosen}: {checkpoint} has {', '.join(roles)}{nearest(chosen, roles)}")
         spec, reader = in_cache(manifest.settings), PieceReader(path, chosen)
-        prefix = piece_key(TrainingState.WEIGHTS, "")
+        prefix = Piece.key(TrainingState.WEIGHTS, "")
         names = sorted(key.removeprefix(prefix) for key in reader.pieces if key.startswith(prefix))
         config = (path / f"{chosen}.config.json").read_text()
         return _trained_model(spec, chosen, config, names, lambda name: reader.tensor(prefix + name), path)
@@ -174,7 +174,7 @@ def _saved_type(settings: ModelSpec) -> Dtype:
         return settings.save_dtype
     path = Path(settings.path) if settings.path is not None and settings.lora is None else None
     stored = StoredModel(None if path is None else str(path), "the base model")
-    return stored_type(stored.tensors) if path is not None and path.is_dir() else "float32"
+    return StoredTensor.common_type(stored.tensors) if path is not None and path.is_dir() else "float32"
 
 
 def _newest_undamaged(found: list[CheckpointDirectory]) -> CheckpointDirectory:

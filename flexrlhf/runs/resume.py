@@ -50,9 +50,18 @@ class RunOrder:
     continues: bool = False
     program: str = ""
 
+    @staticmethod
+    def to_json(orders: Sequence[RunOrder]) -> str:
+        """Return the JSON of orders, by which a command starts its ranks."""
+        return _ORDERS.dump_json(orders).decode()
 
-ORDERS = TypeAdapter(Sequence[RunOrder])
-"""JSON of orders, by which a command starts its ranks."""
+    @staticmethod
+    def from_json(text: str) -> Sequence[RunOrder]:
+        """Return the orders of a command."""
+        return _ORDERS.validate_json(text)
+
+
+_ORDERS = TypeAdapter(Sequence[RunOrder])
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from flexrlhf.config.reward_sources import Level
 from flexrlhf.errors import UserError, one_line
 from flexrlhf.rewards.base import ScoreBatch
 from flexrlhf.runs.served_scores import ServedScores
-from flexrlhf.serving.token_server import MOST_CONNECTIONS, Refused, TokenHandler, TokenServer, connection_room
+from flexrlhf.serving.token_server import Refused, TokenHandler, TokenServer
 from flexrlhf.text import counted
 
 MOST_BYTES = 2**28
@@ -117,7 +117,7 @@ class ScoreServer(TokenServer):
         self.source, self.label, self.has_token = source, label, token is not None
         self.requests = 0
         try:
-            half = connection_room(MOST_CONNECTIONS) // 2
+            half = self.connection_room(self.MOST_CONNECTIONS) // 2
             super().__init__(host, _ScoreHandler, token or "", RECEIVE_SECONDS, half, "serve-reward", port)
         except OSError as error:
             raise UserError(f"--host {host} --port {port}: {error.strerror}; give others") from None

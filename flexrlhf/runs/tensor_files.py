@@ -44,11 +44,6 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
     file.chmod(mode)
 
 
-def piece_key(kind: str, name: str) -> str:
-    """Return the key of a tensor: its kind, then the parameter's Hugging Face name."""
-    return f"{kind}/{name}"
-
-
 @dataclass(frozen=True)
 class Piece:
     """Piece of a tensor.
@@ -59,6 +54,11 @@ class Piece:
 
     values: Tensor
     part: Part
+
+    @staticmethod
+    def key(kind: str, name: str) -> str:
+        """Return the key of a tensor: its kind, then the parameter's Hugging Face name."""
+        return f"{kind}/{name}"
 
 
 def piece_file(model: str, rank: int) -> str:

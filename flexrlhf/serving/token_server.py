@@ -27,8 +27,6 @@ HEAD_SECONDS = 10.0
 LEAST_RATE = 100_000
 """Bytes a second of a request without a token, after its first time."""
 POLL_SECONDS = 0.1
-MOST_CONNECTIONS = 1024
-"""Most connections at once, unless one address may have more."""
 OTHER_FILES = 256
 """Open files that are no connections."""
 STRANGER_BITS = 64
@@ -45,18 +43,6 @@ class Refused(Exception):
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
         self.status = status
-
-
-def connection_room(most: int) -> int:
-    """Return the number of connections, at most ``most``, for which this process may have files open.
-
-    Its limit is raised where it may be.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY not in (soft, hard) and soft < most + OTHER_FILES:
-        soft = min(hard, most + OTHER_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return most if soft == resource.RLIM_INFINITY else max(2, min(most, soft - OTHER_FILES))
 
 
 class Arriving(io.RawIOBase):
@@ -100,6 +86,8 @@ class TokenServer(ThreadingMixIn, TCPServer):
 
     daemon_threads = True
     request_queue_size = 1024
+    MOST_CONNECTIONS = 1024
+    """Most connections at once, unless one address may have more."""
 
     def __init__(
         self,
@@ -121,8 +109,20 @@ class TokenServer(ThreadingMixIn, TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), handler)
         self.token, self.seconds, self.what = token.encode(), seconds, what
-        self._most = connection_room(max(MOST_CONNECTIONS, most_of_one))
+        self._most = self.connection_room(max(self.MOST_CONNECTIONS, most_of_one))
         self._most_of_one, self._open, self._lock = most_of_one, Counter[str](), threading.Lock()
+
+    @staticmethod
+    def connection_room(most: int) -> int:
+        """Return the number of connections, at most ``most``, for which this process may have files open.
+
+        Its limit is raised where it may be.
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if resource.RLIM_INFINITY not in (soft, hard) and soft < most + OTHER_FILES:
+            soft = min(hard, most + OTHER_FILES)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return most if soft == resource.RLIM_INFINITY else max(2, min(most, soft - OTHER_FILES))
 
     @property
     def port(self) -> int:

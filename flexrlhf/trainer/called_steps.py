@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 from torch import tensor
 
-from flexrlhf.data.examples import EXAMPLES
+from flexrlhf.data.examples import Example
 from flexrlhf.metrics import METRICS, Triple
 from flexrlhf.operators.columns import Column
 from flexrlhf.placement.groups import Group
@@ -122,7 +122,7 @@ class CalledTrainer:
     def _take_prompts(self, step: int, prompts: Sequence[object] | None) -> None:
         """Take the program's prompts of a step; without any they are of the data."""
         if prompts is not None:
-            self._trainer.rows.give(step, EXAMPLES.validate_python(prompts))
+            self._trainer.rows.give(step, Example.from_data(prompts))
             self._steps.given.add(step)
 
     def _call(self, message: CallMessage) -> None:

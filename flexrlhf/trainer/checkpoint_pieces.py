@@ -22,12 +22,11 @@ from flexrlhf.errors import UserError
 from flexrlhf.operators.columns import Column
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan import Plan
-from flexrlhf.runs.tensor_files import Piece, piece_key
+from flexrlhf.runs.tensor_files import Piece
 from flexrlhf.strategies.instructions import Move, Run
 from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.open_steps import CalledSteps
 from flexrlhf.trainer.step_rows import StepRows
-from flexrlhf.weights.saving import written_names
 
 _ALIGNMENT = 64
 """Tensors in host memory begin at a multiple of so many bytes."""
@@ -67,21 +66,21 @@ class HostCopies:
 
 def trained_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
     """Return the weights and moments of a trained model that ``rank`` writes."""
-    parts, mine = model.shape.trained_parts(model.placed, rank), written_names(model.placed, model.shape, rank)
+    parts, mine = model.shape.trained_parts(model.placed, rank), model.shape.written_names(model.placed, rank)
     pieces: dict[str, Piece] = {}
     for kind, tensors in model.engine.training_state().tensors.items():
         for name, tensor in tensors.items():
             # ranks with a range of their own each write theirs
             if tensor.values.numel() and (tensor.flat is not None or name in mine):
-                pieces[piece_key(kind, name)] = Piece(tensor.values, tensor.part_of(parts[name]))
+                pieces[Piece.key(kind, name)] = Piece(tensor.values, tensor.part_of(parts[name]))
     return pieces
 
 
 def follower_pieces(model: LoadedModel, rank: int) -> dict[str, Piece]:
     """Return the weights that ``rank`` writes of a copy which may be behind its trained model."""
     parts, live = model.shape.trained_parts(model.placed, rank), model.engine.weights()
-    names = [name for name in written_names(model.placed, model.shape, rank) if live[name].numel()]
-    return {piece_key(TrainingState.WEIGHTS, name): Piece(live[name], parts[name]) for name in sorted(names)}
+    names = [name for name in model.shape.written_names(model.placed, rank) if live[name].numel()]
+    return {Piece.key(TrainingState.WEIGHTS, name): Piece(live[name], parts[name]) for name in sorted(names)}
 
 
 RowTensors = dict[str, Tensor]

@@ -21,7 +21,7 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.errors import RunStopped, UserError
-from flexrlhf.operators.outcomes import failed_state
+from flexrlhf.operators.outcomes import EpisodeState
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.serving.model_calls import ModelCall
 from flexrlhf.user_code.call_failures import CallFailure, WarnOnce
@@ -50,7 +50,7 @@ class Request:
 class RowReply:
     """Reply to one row.
 
-    state:    of its episode afterwards, one of ``EPISODE_STATES``.
+    state:    of its episode afterwards, one of ``EpisodeState``.
     tokens:   that follow the turn, or that are the prompt if there are some.
     reward:   of the turn; NaN if the environment failed.
     tool_calls, failed_tool_calls: of the turn.
@@ -223,4 +223,4 @@ class ReplySource:
 
 
 def _failed(reply: RowReply, failure: CallFailure) -> RowReply:
-    return replace(reply, state=failed_state(failure.kind), reward=math.nan)
+    return replace(reply, state=EpisodeState.of_failure(failure.kind), reward=math.nan)

@@ -28,7 +28,7 @@ from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.tool_schemas import with_known_form
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import Column
-from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
+from flexrlhf.operators.outcomes import EpisodeState
 from flexrlhf.plan.plan import Plan
 from flexrlhf.runs.episode_log import EpisodeLog
 from flexrlhf.runs.recorded_columns import RecordedColumns
@@ -442,8 +442,8 @@ class _Episodes:
                 state["tokens"][place, width - len(reply.tokens) : width] = torch.tensor(reply.tokens)
                 state["attention_mask"][place, width - len(reply.tokens) : width] = 1
             self._noise[place] = self._noise_row(place)
-            state["episode"][place] = EPISODE_STATES[reply.state]
-            if state["episode"][place] >= FAILED:
+            state["episode"][place] = EpisodeState.NUMBERS[reply.state]
+            if state["episode"][place] >= EpisodeState.FAILED:
                 # there is no turn whose reward it would be
                 state[Column.REWARDS][place, 0] = torch.nan
             if Column.REPLIED in state:
@@ -505,7 +505,7 @@ def _columns(replies: Sequence[RowReply], longest: int) -> Columns:
     numbers = {name: torch.zeros(len(replies), dtype=torch.float64) for name in names}
     for place, reply in enumerate(replies):
         tokens[place, : len(reply.tokens)] = torch.tensor(reply.tokens, dtype=torch.int64)
-        made = reply.reward, EPISODE_STATES[reply.state], reply.tool_calls, reply.failed_tool_calls, reply.digest
+        made = reply.reward, EpisodeState.NUMBERS[reply.state], reply.tool_calls, reply.failed_tool_calls, reply.digest
         for column, value in zip(numbers.values(), (len(reply.tokens), *made), strict=True):
             column[place] = value
     return {"tokens": tokens, **numbers}

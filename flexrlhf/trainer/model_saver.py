@@ -23,7 +23,7 @@ from flexrlhf.trainer.loaded_models import LoadedModel
 from flexrlhf.trainer.rank_context import RankContext
 from flexrlhf.trainer.recorder import Recorder
 from flexrlhf.weights.parameters import ParameterName
-from flexrlhf.weights.saving import SavedBucket, SavedFile, saved_type
+from flexrlhf.weights.saving import SavedBucket, SavedFile
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ModelSaver:
         model, ranks = self._context.models[save.model], save.ranks
         shards = tuple(model.shape.trained_parts(model.placed, rank) for rank in ranks)
         group = self._context.groups.get(f"gather {model.placed.name}", ranks)
-        dtype = DTYPES[saved_type(model.placed, model.shape)]
+        dtype = DTYPES[model.shape.saved_type(model.placed)]
         gather = WeightGather(group, ranks, shards, self._context.wait)
         gathering = _Gathering(model, gather, ranks.index(self._context.rank), model.engine.weights(), dtype)
         path = self._context.directory.path / name

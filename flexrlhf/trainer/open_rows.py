@@ -19,14 +19,14 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import Columns, EarlierScores
 from flexrlhf.operators.columns import Column, Lengths, plain
-from flexrlhf.operators.outcomes import EPISODE_STATES, FAILED
+from flexrlhf.operators.outcomes import EpisodeState
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.execution import OperatorRun
 
 LOGPROBS = ("rollout_logprobs", "logprobs")
 """Log-probs of generation; without a pass of the trained model they serve as the policy's as well."""
 TOOL_CALLS = ("tool_calls", "failed_tool_calls")
-GOING = EPISODE_STATES["going on"]
+GOING = EpisodeState.NUMBERS["going on"]
 TurnLimit = Tensor | int | None
 """Tokens of a turn, of each row int64 (n,) or of all; None: no limit."""
 
@@ -225,10 +225,10 @@ class OpenRows:
         state["attention_mask"][places, width:] = masks | is_reply.to(masks.dtype)
         episode = state["episode"][places] = found["end"].to(torch.uint8)
         # cut for want of room, or of an environment
-        is_cut = (episode == EPISODE_STATES["no room"]) | (episode >= FAILED)
+        is_cut = (episode == EpisodeState.NUMBERS["no room"]) | (episode >= EpisodeState.FAILED)
         finished = state["finished"][places].masked_fill(is_cut, 0)
         # the environment's end is one, however the turn before it ended
-        state["finished"][places] = finished.masked_fill(episode == EPISODE_STATES["ended"], 1)
+        state["finished"][places] = finished.masked_fill(episode == EpisodeState.NUMBERS["ended"], 1)
         state["turns"][places] += 1
         for name in TOOL_CALLS:
             state[name][places] += found[name].to(torch.int32)

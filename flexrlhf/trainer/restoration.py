@@ -25,7 +25,7 @@ from flexrlhf.runs.checkpoint_directory import CheckpointDirectory
 from flexrlhf.runs.manifest import Progress
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.run_files import RunFiles
-from flexrlhf.runs.tensor_files import PieceReader, piece_key
+from flexrlhf.runs.tensor_files import Piece, PieceReader
 from flexrlhf.strategies.instructions import Offload, Sync
 from flexrlhf.strategies.schedule import RunStart
 from flexrlhf.trainer.checkpoint_pieces import load_rows, missing_columns
@@ -178,7 +178,7 @@ def restore_trained(
     _load_weights(model, reader, parts, bucket_bytes)
     for kind, tensors in model.engine.training_state().tensors.items():
         for name, tensor in tensors.items():
-            values = reader.read(piece_key(kind, name), tensor.part_of(parts[name]))
+            values = reader.read(Piece.key(kind, name), tensor.part_of(parts[name]))
             tensor.values.copy_(values.view(tensor.values.shape))
     model.engine.load_numbers(numbers)
 
@@ -188,7 +188,7 @@ def _load_weights(model: LoadedModel, reader: PieceReader, parts: Parts, bucket_
         live = model.engine.weights()
         model.engine.load_weights(
             {
-                name: reader.read(piece_key(TrainingState.WEIGHTS, name), parts[name]).to(live[name].device)
+                name: reader.read(Piece.key(TrainingState.WEIGHTS, name), parts[name]).to(live[name].device)
                 for name in names
             }
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
-from flexrlhf.data.examples import EXAMPLES, Example
+from flexrlhf.data.examples import Example
 from flexrlhf.data.order import DataOrder, SourceShare
 from flexrlhf.operators.columns import Column, Lengths, Qualifier, plain, qualified
 from flexrlhf.plan.plan import Plan
@@ -109,12 +109,12 @@ class StepRows:
         """Return the examples that were given to steps with rows in flight or carried at ``next_step``, for JSON."""
         first = next_step - self._plan.batch.segments
         kept = ((step, examples) for step, examples in self._given.items() if step > first)
-        return {str(step): EXAMPLES.dump_python([*examples], mode="json") for step, examples in kept}
+        return {str(step): Example.to_data(examples) for step, examples in kept}
 
     def restore_given(self, prompts: Mapping[str, Sequence[Any]]) -> None:
         """Have the examples of ``given_from`` be taken again."""
         for step, examples in prompts.items():
-            self.give(int(step), EXAMPLES.validate_python(examples))
+            self.give(int(step), Example.from_data(examples))
             if self.called is not None:
                 self.called.given.add(int(step))
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from flexrlhf.config.model_settings import Dtype
 from flexrlhf.errors import UserError, some_of
 from flexrlhf.weights.parameters import ParameterName
 
@@ -31,6 +32,8 @@ _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32
     "F32": 32,
     "F64": 64,
 }
+_TYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16"}
+"""Type of a file's tensors as safetensors names it."""
 _LONGEST_HEADER = 100_000_000
 """Most bytes of a header that safetensors itself reads."""
 _POINTER = b"version https://git-lfs"
@@ -50,6 +53,13 @@ class StoredTensor:
     dtype: str
     file: Path
     start: int
+
+    @staticmethod
+    def common_type(tensors: Mapping[str, StoredTensor]) -> Dtype:
+        """Return the type that all tensors of a model's files have, but for biases of routers; float32 for several
+        types, or float64."""
+        types = {tensor.dtype for name, tensor in tensors.items() if not ParameterName(name).is_router_bias}
+        return _TYPES.get(types.pop(), "float32") if len(types) == 1 else "float32"
 
 
 def check_regular(where: str, file: Path) -> None:

@@ -222,6 +222,32 @@ class ModelShape:
         parts, stored = self.parts_on(model, rank, names), self.on_rank(model, rank)
         return {name: parts[name] for name, _ in named(stored.trained, names)} if stored.adapters else parts
 
+    def written_names(self, model: PlacedModel, rank: int) -> frozenset[str]:
+        """Return the trained parameters whose part on ``rank`` this rank writes.
+
+        Of ranks that store the same part of a parameter one writes it; they take turns.
+        """
+        parts = {each: self.trained_parts(model, each) for each in model.ranks}
+        # of all stages: a tied embedding is on two of them
+        names, written = sorted(dict.fromkeys(name for stored in parts.values() for name in stored)), set()
+        for turn, name in enumerate(names):
+            if name in parts[rank]:
+                alike = [other for other, stored in parts.items() if stored.get(name) == parts[rank][name]]
+                written |= {name} if alike[turn % len(alike)] == rank else set()
+        return frozenset(written)
+
+    def saved_type(self, model: PlacedModel) -> Dtype:
+        """Return the type of ``model.settings.save_dtype``, or of the files that the model started from.
+
+        ``auto`` is never wider than the weights that the engine exposes. Adapters come from no files: they are saved
+        as they are trained.
+        """
+        settings = model.settings
+        if settings.save_dtype != "auto":
+            return settings.save_dtype
+        exposed: Dtype = "float32" if model.facts.exposes_masters else settings.dtype
+        return exposed if exposed != "float32" or settings.lora is not None else self.stored
+
     def trained_elements_on(self, model: PlacedModel, rank: int) -> int:
         """Return the elements on ``rank`` of the parameters of ``model`` that training changes."""
         return elements_on_rank(model, self.on_rank(model, rank).trained, rank, self.sizes)

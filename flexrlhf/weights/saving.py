@@ -12,12 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from flexrlhf.config.model_settings import Dtype
-from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.expert_files import file_pieces
-from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
-from flexrlhf.weights.shards import Parts, make_buckets
+from flexrlhf.weights.shards import make_buckets
 from flexrlhf.weights.stored_model import StoredModel
 
 
@@ -110,35 +107,3 @@ def _saved_buckets(
             for start in rows[name][::step]:
                 experts = range(start, min(start + step, rows[name].stop))
                 yield SavedBucket((name,), experts, sizes[name] // number * len(experts))
-
-
-def written_names(model: PlacedModel, shape: ModelShape, rank: int) -> frozenset[str]:
-    """Return the trained parameters whose part on ``rank`` this rank writes.
-
-    Of ranks that store the same part of a parameter one writes it; they take turns.
-    """
-    parts = {each: shape.trained_parts(model, each) for each in model.ranks}
-    # of all stages: a tied embedding is on two of them
-    names = sorted(dict.fromkeys(name for stored in parts.values() for name in stored))
-    return frozenset(
-        name for turn, name in enumerate(names) if name in parts[rank] and _writer(parts, name, turn, rank) == rank
-    )
-
-
-def _writer(parts: Mapping[int, Parts], name: str, turn: int, rank: int) -> int:
-    """Return the rank that writes the part of ``name`` that ``rank`` stores."""
-    alike = [other for other, stored in parts.items() if stored.get(name) == parts[rank][name]]
-    return alike[turn % len(alike)]
-
-
-def saved_type(model: PlacedModel, shape: ModelShape) -> Dtype:
-    """Return the type of ``model.settings.save_dtype``, or of the files that the model started from.
-
-    ``auto`` is never wider than the weights that the engine exposes. Adapters come from no files: they are saved as
-    they are trained.
-    """
-    settings = model.settings
-    if settings.save_dtype != "auto":
-        return settings.save_dtype
-    exposed: Dtype = "float32" if model.facts.exposes_masters else settings.dtype
-    return exposed if exposed != "float32" or settings.lora is not None else shape.stored

@@ -7,12 +7,11 @@ agree, else read from the header of these files. Names are those of transformers
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.model_names import Families
-from flexrlhf.config.model_settings import Dtype, Head, ModelSpec
+from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest
 from flexrlhf.weights.config_numbers import wrong_number
@@ -35,9 +34,6 @@ from flexrlhf.weights.model_files import (
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.stored_model import StoredModel
-
-_STORED_TYPES: dict[str, Dtype] = {"BF16": "bfloat16", "F16": "float16"}
-"""Type of a file's tensors as safetensors names it."""
 
 WITHOUT_EXPERTS = ("granitemoe", "granitemoehybrid", "granitemoeshared")
 """Families with experts that may have none."""
@@ -136,15 +132,8 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
         is_tied=head != "scalar" and is_tied(config),
         rope=rope_type(config),
         activation=str(config.get("hidden_act") or "silu"),
-        stored=stored_type(stored),
+        stored=StoredTensor.common_type(stored),
     )
-
-
-def stored_type(stored: Mapping[str, StoredTensor]) -> Dtype:
-    """Return the type that all tensors of a model's files have, but for biases of routers; float32 for several types,
-    or float64."""
-    types = {tensor.dtype for name, tensor in stored.items() if not ParameterName(name).is_router_bias}
-    return _STORED_TYPES.get(types.pop(), "float32") if len(types) == 1 else "float32"
 
 
 def _computed_shapes(role: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:

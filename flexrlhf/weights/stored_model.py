@@ -205,7 +205,7 @@ class StoredModel:
 
     @property
     def where(self) -> str:
-        """How messages name the model: by its path where it has one."""
+        """Name of the model in messages: with its path where it has one."""
         return self.key.removesuffix(".path") if self.path is None else f"{self.key} {self.path}"
 
     @property

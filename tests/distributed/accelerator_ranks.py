@@ -19,7 +19,7 @@ from flexrlhf.comm.world import InOrder, Waitable
 from flexrlhf.config.yaml_io import read_yaml
 from flexrlhf.launch import worker
 from flexrlhf.runs import manifest
-from flexrlhf.runs.resume import ORDERS, RunOrder
+from flexrlhf.runs.resume import RunOrder
 from flexrlhf.trainer import rank_runs
 from flexrlhf.trainer.execution import Execution
 from flexrlhf.trainer.trainer import Trainer
@@ -86,4 +86,4 @@ if __name__ == "__main__":
     rank_runs.Trainer = CountingTrainer  # type: ignore[misc]
     dist.batch_isend_irecv = counted_batch(dist.batch_isend_irecv)
     RankProgress.wait = counted(RankProgress.wait)  # type: ignore[method-assign]
-    worker.work([on_accelerator(order) for order in ORDERS.validate_json(Path(sys.argv[2]).read_bytes())])
+    worker.work([on_accelerator(order) for order in RunOrder.from_json(Path(sys.argv[2]).read_text())])

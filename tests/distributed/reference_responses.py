@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from flexrlhf.config.spec import Spec
 from flexrlhf.data.chat import read_chat_format
 from flexrlhf.data.examples import Example, LoadedExamples
-from flexrlhf.operators.outcomes import EPISODE_STATES
+from flexrlhf.operators.outcomes import EpisodeState
 
 NEEDS = {"sft": "responses", "reward": "pairs", **dict.fromkeys(("dpo", "simpo", "orpo", "kto"), "pairs")}
 """Columns that a row of the data must have; all other algorithms generate their responses."""
@@ -267,7 +267,9 @@ def episode_columns(responses: list[Response], width: int, has_digests: bool) ->
     return {
         "turn_ends": padded([a.spread(each, 0) for a, each in zip(responses, ends, strict=True)], width, 0),
         # a failure is an exception of the game
-        "episode": torch.tensor([EPISODE_STATES[each.outcome.replace("failed", "failed: raise")] for each in episodes]),
+        "episode": torch.tensor(
+            [EpisodeState.NUMBERS[each.outcome.replace("failed", "failed: raise")] for each in episodes]
+        ),
         "turns": torch.tensor([len(episode.ends) for episode in episodes]),
         "tool_calls": torch.zeros(len(episodes)),
         "failed_tool_calls": torch.zeros(len(episodes)),

@@ -27,7 +27,7 @@ from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.runs.resume import ORDERS, RunOrder
+from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Offload, Reload, Run, Save, Sync
 
@@ -153,7 +153,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     orders += [RunOrder(each.plan.spec) for each in (*equal.values(), *together.values())]
     for each in (whole, resumed, *equal.values(), *together.values()):
         RunDirectory(each.plan.spec.directory).prepare(each.plan.spec, format_plan(each.plan), continues=False).close()
-    (directory / "orders").write_bytes(ORDERS.dump_json(orders))
+    (directory / "orders").write_text(RunOrder.to_json(orders))
     library = host_accelerator.built(Path(request.config.cache.mkdir("accelerator")))
     run_ranks("accelerator_ranks", library, directory / "orders", number=2, seconds=800)
     return Outcomes(equal, whole, resumed, together)

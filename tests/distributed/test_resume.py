@@ -27,7 +27,7 @@ from flexrlhf.data.order import step_indices
 from flexrlhf.data.quickstart import CORPUS
 from flexrlhf.data.quickstart.corpus import write_corpus
 from flexrlhf.metrics import METRICS
-from flexrlhf.operators.outcomes import EPISODE_STATES
+from flexrlhf.operators.outcomes import EpisodeState
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.runs.export import TrainedModel
 from flexrlhf.runs.manifest import Manifest
@@ -326,7 +326,7 @@ def test_a_resumed_row_gets_further_than_its_record(launches: Launches, tmp_path
         columns = outcome.columns(step)
         for suffix in ("", ".greedy"):
             is_trained, states = columns["present"].bool(), columns[f"episode{suffix}"]
-            assert not (is_trained & (states == EPISODE_STATES["going on"])).any()
+            assert not (is_trained & (states == EpisodeState.NUMBERS["going on"])).any()
             furthest += int((is_trained & (columns[f"turns{suffix}"] == 3)).sum())
     assert furthest > 0
 

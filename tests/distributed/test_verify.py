@@ -24,7 +24,7 @@ from flexrlhf.placement.hosts import Hosts
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.runs.resume import ORDERS, RunOrder
+from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.verify.comparison import RecordedRun, compare_runs
 from flexrlhf.verify.comparison_text import format_verdict
@@ -89,7 +89,7 @@ def run(plans: Sequence[Plan], directory: Path) -> None:
     for plan in plans:
         RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
     file = directory / "orders.json"
-    file.write_bytes(ORDERS.dump_json([RunOrder(plan.spec) for plan in plans]))
+    file.write_text(RunOrder.to_json([RunOrder(plan.spec) for plan in plans]))
     logging.getLogger("torchelastic-events-null").disabled = True
     with patch.dict(os.environ, RANK_ENVIRONMENT):
         start_ranks(["planted", str(file), str(directory / "stop"), SHARED], plans[0], Hosts(), factory=warm_factory())

@@ -159,7 +159,7 @@ def test_slow_bytes_of_one_address_keep_no_other_from_its_scores(
     first: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has half of the connections, each of which is closed though a byte comes in time."""
-    monkeypatch.setattr(score_server, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(score_server.ScoreServer, "MOST_CONNECTIONS", 8)
     monkeypatch.setattr(score_server, "RECEIVE_SECONDS", 0.5)
     monkeypatch.setattr(score_server._ScoreHandler, "timeout", 0.5)
     with served(functions(tmp_path, "absent")) as url:

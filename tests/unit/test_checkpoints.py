@@ -36,7 +36,6 @@ from flexrlhf.strategies.instructions import Checkpoint, Run
 from flexrlhf.strategies.schedule import RunStart, Schedule
 from flexrlhf.trainer.checkpointer import merged_progress
 from flexrlhf.trainer.stop_requests import StopRequests
-from flexrlhf.weights.saving import written_names
 from flexrlhf.weights.shards import Part
 
 
@@ -48,7 +47,7 @@ def test_pieces_of_any_layout_are_read_by_any_other(seed: int, tmp_path: Path) -
     writer = placed(engine, zero, tp, dp)
     tensors = {name: torch.randn(size) for name, size in shape.parameters}
     for rank in writer.ranks:
-        parts, mine = shape.trained_parts(writer, rank), written_names(writer, shape, rank)
+        parts, mine = shape.trained_parts(writer, rank), shape.written_names(writer, rank)
         pieces = {f"weights/{n}": Piece(cut(tensors[n], parts[n]), parts[n]) for n in mine if parts[n].num_elements}
         if pieces:
             write_pieces(tmp_path / piece_file("actor", rank), pieces)
@@ -64,7 +63,7 @@ def test_pieces_of_any_layout_are_read_by_any_other(seed: int, tmp_path: Path) -
 
 def test_each_number_is_written_once_and_the_work_is_shared() -> None:
     model, shape = placed("torch", 0, 2, 3), drawn_shape(random.Random(1), 2)
-    by_rank = [written_names(model, shape, rank) for rank in model.ranks]
+    by_rank = [shape.written_names(model, rank) for rank in model.ranks]
     written = sum(
         shape.trained_parts(model, rank)[name].num_elements
         for rank, names in zip(model.ranks, by_rank, strict=True)

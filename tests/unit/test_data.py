@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flexrlhf.data.examples import EXAMPLES, Example, LoadedExamples
+from flexrlhf.data.examples import Example, LoadedExamples
 from flexrlhf.data.files import Row, read_rows
 from flexrlhf.data.forms import ALPACA_TEMPLATES, detect_form, text_of
 from flexrlhf.data.order import step_indices
@@ -81,7 +81,7 @@ def test_rows_of_a_program_are_examples_as_a_file_has_them(tmp_path: Path) -> No
         LoadedExamples.load(path, rows=given, tokenizer=WordTokenizer(), **settings).examples  # type: ignore[arg-type]
         for given in (None, rows[:1])
     ]
-    read = EXAMPLES.validate_json(EXAMPLES.dump_json(both[1]))
+    read = Example.from_data(Example.to_data(both[1]))
     assert both[0] == both[1] == read and read[0].columns == both[0][0].columns and read[0].text == "one two"
 
 

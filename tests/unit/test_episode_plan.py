@@ -23,7 +23,7 @@ from flexrlhf.metrics import EPISODE_FAILURES, FAILED_IN_A_ROW, METRICS, Triple
 from flexrlhf.objectives.context import CombineContext, Reducer
 from flexrlhf.objectives.episodes import episodes
 from flexrlhf.objectives.reward_shaping import weighted_scores
-from flexrlhf.operators.outcomes import EPISODE_STATES, failed_state
+from flexrlhf.operators.outcomes import EpisodeState
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.plan.schedule_text import schedule_table
@@ -113,7 +113,8 @@ def test_rewards_of_turns_are_added_to_other_scores() -> None:
 def ended(outcomes: str, samples: int = 1) -> Batch:
     """Rows of which the ones with an x have failed, by failures of all kinds in turn."""
     kinds = cycle([*EPISODE_FAILURES, "load timeout", "start", "another"])
-    codes = [EPISODE_STATES[failed_state(next(kinds)) if sign == "x" else "ended"] for sign in outcomes]
+    states = [EpisodeState.of_failure(next(kinds)) if sign == "x" else "ended" for sign in outcomes]
+    codes = [EpisodeState.NUMBERS[state] for state in states]
     mask = mask_of(*["1100"] * len(codes))
     numbers = {name: torch.ones(len(codes), dtype=torch.int32) for name in ("turns", "tool_calls", "failed_tool_calls")}
     context = torch.cat([mask_of(*["11"] * len(codes)), mask_of(*["1110"] * len(codes))], 1)
@@ -143,7 +144,7 @@ def test_failures_in_a_row_stop_the_run(
             statistics = episodes(settings, part, CombineContext([slice(0, len(part))], port, state, step=7))[1]
         except RunStopped as error:
             return str(error)
-        has_failed = part["episode"] >= EPISODE_STATES["failed"]
+        has_failed = part["episode"] >= EpisodeState.NUMBERS["failed"]
         assert statistics["episode_failed"].tolist()[:2] == [len(part), has_failed.sum()]
         assert statistics["reply_length"][0] == (~has_failed).sum()
         return str(statistics[FAILED_IN_A_ROW].tolist())

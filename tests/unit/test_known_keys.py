@@ -14,7 +14,7 @@ from test_forms import REPLY, TURN, system, user
 from benchmarks.peers.chat_tokenizers import TOOL_FAMILIES, build_chat_tokenizer
 from flexrlhf.data.chat import DEFAULT_CHAT, ChatFormat
 from flexrlhf.data.encoding import RowEncoder
-from flexrlhf.data.examples import EXAMPLES, Example
+from flexrlhf.data.examples import Example
 from flexrlhf.data.forms import detect_form, needed_text
 from flexrlhf.data.known_keys import FLAGS, SYSTEM, RowValues
 from flexrlhf.data.messages import Message
@@ -409,7 +409,7 @@ def test_further_keys_of_turns_reach_a_reward_model_of_another_family(writers: A
     row = RowEncoder(writers["qwen2_5"], DEFAULT_CHAT, 9999).encode(
         needed_text({"prompt": [TURN, CALLING, RESULT]}, "prompt", "prompts")
     )
-    sent = EXAMPLES.validate_json(EXAMPLES.dump_json([Example(row.prompt, (), (), row.text, {}, row.turns)]))
+    sent = Example.from_data(Example.to_data([Example(row.prompt, (), (), row.text, {}, row.turns)]))
     assert sent[0].turns == row.turns
     other = writers["llama3_1"]
     ids, _ = TextEncoder("reward", other, 9999).encode(sent[0], (Message("assistant", "Hello"),), is_finished=True)

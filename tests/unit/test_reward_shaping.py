@@ -22,7 +22,7 @@ from flexrlhf.metrics import Outcome, Triple
 from flexrlhf.objectives.advantages import ppo_advantages
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.reward_shaping import last_positions, shape_rewards, weighted_scores
-from flexrlhf.operators.outcomes import EPISODE_STATES
+from flexrlhf.operators.outcomes import EpisodeState
 from flexrlhf.trainer.controllers import first_state, next_state
 
 
@@ -428,7 +428,7 @@ def test_a_source_without_a_number_leaves_the_response_without_one(level: str) -
 
 def test_an_episode_that_failed_is_not_counted_whatever_the_rule_for_scores() -> None:
     """With turns before, with none, and next to a score that is not finite by itself."""
-    failed, ended = EPISODE_STATES["failed"], EPISODE_STATES["ended"]
+    failed, ended = EpisodeState.NUMBERS["failed"], EpisodeState.NUMBERS["ended"]
     batch = scored_batch(mask_of("1101", "0000", "1100", "1111"), [math.nan, math.nan, 1.0, 3.0], [0, 0, 1, 1])
     batch = batch.with_columns({"episode": torch.tensor([failed, failed, ended, ended], dtype=torch.uint8)})
     columns, statistics = advantages_of(PpoSpec(invalid_scores="stop", whiten="none", kl=None), batch)

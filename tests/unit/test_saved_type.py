@@ -12,8 +12,6 @@ from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.memory.transfer_bytes import saved_bytes
 from flexrlhf.weights.model_files import StoredTensor
 from flexrlhf.weights.model_shape import ModelShape
-from flexrlhf.weights.saving import saved_type
-from flexrlhf.weights.shapes import stored_type
 
 
 @pytest.mark.parametrize(
@@ -30,7 +28,7 @@ from flexrlhf.weights.shapes import stored_type
 )
 def test_the_type_of_files_is_that_of_all_tensors(types: list[str], expected: str) -> None:
     stored = {str(place): StoredTensor((1,), kind, Path("a"), 0) for place, kind in enumerate(types)}
-    assert stored_type(stored) == expected
+    assert StoredTensor.common_type(stored) == expected
 
 
 @pytest.mark.parametrize(
@@ -49,5 +47,5 @@ def test_the_type_of_files_is_that_of_all_tensors(types: list[str], expected: st
 )
 def test_the_saved_type_and_its_bytes(settings: dict[str, Any], stored: Any, expected: str) -> None:
     model, shape = placed_model("actor", (0,), **settings), ModelShape((("w.weight", (10, 10)),), stored=stored)
-    assert saved_type(model, shape) == expected
+    assert shape.saved_type(model) == expected
     assert saved_bytes(model, shape) == (400 if expected == "float32" else 200)

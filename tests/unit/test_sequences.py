@@ -29,7 +29,7 @@ from flexrlhf.objectives.episodes import episodes as statistics_of_episodes
 from flexrlhf.objectives.functions import COMBINES
 from flexrlhf.objectives.group_advantages import group_advantages
 from flexrlhf.operators.columns import Column, Lengths
-from flexrlhf.operators.outcomes import FAILED
+from flexrlhf.operators.outcomes import EpisodeState
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.trainer.open_rows import OpenRows
@@ -74,7 +74,7 @@ def episodes(seed: int = 0, few_scores: bool = False) -> Batch:
     # an episode without a score, and one whose environment failed
     scores[K] = math.nan
     state = torch.ones(number, dtype=torch.uint8)
-    state[3 * K] = FAILED
+    state[3 * K] = EpisodeState.FAILED
     return batch_of(
         SAMPLES * K,
         response_mask=mask,
@@ -128,7 +128,7 @@ def test_all_sequences_have_the_advantage_of_their_episode(function: str, name: 
         int(batch["response_mask"][row].sum()) if row in trained else 0 for row in range(len(batch))
     ]
     first = batch["scores"][::K]
-    is_counted = first.isfinite() & (batch["episode"][::K] < FAILED)
+    is_counted = first.isfinite() & (batch["episode"][::K] < EpisodeState.FAILED)
     assert statistics["reward_mean"] == pytest.approx(float(first[is_counted].mean()))
     assert statistics["response_length"] == pytest.approx(float(batch["response_mask"][::K].float().sum(1).mean()))
 
@@ -143,7 +143,7 @@ def by_loops(spec: PolicySpec, batch: Batch) -> tuple[np.ndarray[Any, Any], list
         starts, reasons, totals = range(first, first + SAMPLES * K, K), dict[int, str](), dict[int, float]()
         for start in starts:
             is_cut = not batch["finished"][start]
-            if batch["episode"][start] >= FAILED:
+            if batch["episode"][start] >= EpisodeState.FAILED:
                 reasons[start] = "failed_episode"
             elif not np.isfinite(scores[start]):
                 reasons[start] = "invalid_score"
@@ -214,7 +214,7 @@ def test_greedy_episodes_are_baselines_of_all_sequences() -> None:
     for row, mask in enumerate(batch["response_mask"].float()):
         first = row - row % K
         scores = [each["scores"][first].item() for each in (batch, baselines)]
-        has_failed = any(each["episode"][first] >= FAILED for each in (batch, baselines))
+        has_failed = any(each["episode"][first] >= EpisodeState.FAILED for each in (batch, baselines))
         difference = 0.0 if has_failed or math.isnan(sum(scores)) else scores[0] - scores[1]
         assert columns["advantages"][row].tolist() == pytest.approx((difference * mask).tolist(), abs=1e-6), row
 
@@ -268,7 +268,7 @@ def test_turns_of_an_episode_are_those_of_all_its_sequences() -> None:
     game = EnvironmentSpec(path="game.py:Game", max_failures=2)
     _, statistics = statistics_of_episodes(game, batch, CombineContext([slice(0, len(batch))], Alone(), {}))
     number = SAMPLES * PROMPTS
-    has_failed = batch["episode"][::K] >= FAILED
+    has_failed = batch["episode"][::K] >= EpisodeState.FAILED
     of_episodes = used.view(-1, K).sum(1)
     assert statistics["episode_failed"].tolist() == [number, 1, 1]
     assert statistics["sequences"].tolist()[:2] == [number - 1, of_episodes[~has_failed].sum()]

@@ -28,7 +28,6 @@ from flexrlhf.strategies.instructions import Run
 from flexrlhf.strategies.workload import works_of
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import count_elements
-from flexrlhf.weights.saving import written_names
 from flexrlhf.weights.shapes import model_shape
 
 LAYERS, HIDDEN, FFN, VOCABULARY = 8, 128, 384, 1024
@@ -126,7 +125,7 @@ def test_ranks_write_every_part_of_a_checkpoint_once(dp: int, tp: int, pp: int, 
     written = Counter(
         (name, shape.trained_parts(model, rank)[name])
         for rank in model.ranks
-        for name in written_names(model, shape, rank)
+        for name in shape.written_names(model, rank)
     )
     assert set(written.values()) == {1}
     stored = {item for rank in model.ranks for item in shape.trained_parts(model, rank).items()}

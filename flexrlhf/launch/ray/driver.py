@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any
 
 from flexrlhf.api import (
-    ORDERS,
     DirectoryFacts,
     Ending,
     HostPort,
@@ -25,6 +24,7 @@ from flexrlhf.api import (
     Plan,
     RankFactory,
     RankFailure,
+    RunOrder,
     StopSignal,
     Terms,
     UserError,
@@ -193,7 +193,7 @@ def _compare_machines(nodes: Sequence[PlannedNode], job: Job, terms: Terms) -> N
         for each in directories:
             if each.problem:
                 raise UserError(f"runs: {each.place} cannot be written ({each.problem})")
-        shared = (ORDERS.dump_json(job.orders).decode(), terms.json, tuple(directories))
+        shared = (RunOrder.to_json(job.orders), terms.json, tuple(directories))
         calls = {node.name: node.actor.compare.remote(*shared, node.number, driver) for node in nodes}
         sentence = next(filter(None, _results(calls, COMPARE_SECONDS)), "")
     if sentence:
@@ -227,7 +227,7 @@ def reason(error: BaseException) -> str:
 def _run_nodes(nodes: Sequence[PlannedNode], job: Job, attempt: int, signals: _Signals) -> NodeEnd:
     """Run the launchers of all nodes, which end together, and return how."""
     host = Hosts.LOOPBACK if len({node.address for node in nodes}) == 1 else nodes[0].address
-    endpoint, orders = str(HostPort(host, nodes[0].port)), ORDERS.dump_json(job.orders).decode()
+    endpoint, orders = str(HostPort(host, nodes[0].port)), RunOrder.to_json(job.orders)
     size = len(nodes)
     calls = {node.name: node.actor.start.remote(orders, size, node.number, endpoint, attempt) for node in nodes}
     _results(calls, START_SECONDS)

@@ -27,10 +27,10 @@ from typing import IO, Literal
 
 from flexrlhf.api import (
     LAUNCHER,
-    ORDERS,
     DirectoryFacts,
     Interrupted,
     RankFailure,
+    RunOrder,
     Sides,
     Terms,
     UserError,
@@ -107,7 +107,7 @@ class RayNode:
         node:           number of the planned node.
         first:          name of the driver, for the sentence.
         """
-        own, expected = ORDERS.validate_json(orders), Terms.of_json(terms)
+        own, expected = RunOrder.from_json(orders), Terms.of_json(terms)
         sides = Sides(first, f"node {node} (host {socket.gethostname()})")
         try:
             plans = make_plans([order.spec for order in own])
@@ -191,7 +191,7 @@ def launch_node(files: Path, nodes: int, node: int, endpoint: str, attempt: int)
 
     hosts = Hosts(nodes, node, endpoint)
     try:
-        orders = ORDERS.validate_json((files / "orders.json").read_text())
+        orders = RunOrder.from_json((files / "orders.json").read_text())
         with RankFactory(is_copied=True) as factory:
             rendezvous = NodeRendezvous(hosts, attempt=attempt)
             stopped = launch(orders, make_plan(orders[0].spec), hosts, rendezvous=rendezvous, factory=factory)
