@@ -19,17 +19,6 @@ if TYPE_CHECKING:
 
     Handler = Callable[[int, FrameType | None], object]
 
-ENDING = tuple(
-    getattr(signal, name)
-    for name in (
-        *("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2", "SIGALRM", "SIGXCPU"),
-        *("SIGVTALRM", "SIGPROF", "SIGIO", "SIGPWR"),
-    )
-    if hasattr(signal, name)
-)
-"""Signals that would end a process without a word, and are not errors of its own."""
-SENT = ENDING[:5]
-"""The ones that users and schedulers send; a script may have handlers of its own for others."""
 COMMANDS = ("run", "join", "doctor", "profile", "verify")
 """Commands that start ranks; Ctrl-C ends the others without a word."""
 AGAIN_SECONDS = 1.0
@@ -43,6 +32,17 @@ class StopSignal(KeyboardInterrupt):
 
     SAVING = (signal.SIGTERM, signal.SIGUSR1)
     """Signals of schedulers before they end a job."""
+    ENDING = tuple(
+        getattr(signal, name)
+        for name in (
+            *("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2", "SIGALRM", "SIGXCPU"),
+            *("SIGVTALRM", "SIGPROF", "SIGIO", "SIGPWR"),
+        )
+        if hasattr(signal, name)
+    )
+    """Signals that would end a process without a word, and are not errors of its own."""
+    SENT = ENDING[:5]
+    """The ones that users and schedulers send; a script may have handlers of its own for others."""
 
     def __init__(self, number: int) -> None:
         super().__init__(self.sentence(number))
@@ -120,12 +120,13 @@ class Ending:
 
 
 def handle(handler: Handler) -> None:
-    """Handle the signals of ``ENDING``; not SIGHUP where the process survives it, as by nohup, nor a script's own."""
+    """Handle the signals of ``StopSignal.ENDING``; not SIGHUP where the process survives it, as by nohup, nor ones
+    that a script handles itself."""
     is_ours = is_handled()
-    for number in ENDING:
+    for number in StopSignal.ENDING:
         before = signal.getsignal(number)
         is_ignored = number == signal.SIGHUP and before is signal.SIG_IGN
-        if not is_ignored and (number in SENT or is_ours or before is signal.SIG_DFL):
+        if not is_ignored and (number in StopSignal.SENT or is_ours or before is signal.SIG_DFL):
             signal.signal(number, handler)
 
 
@@ -135,7 +136,7 @@ def handled(handler: Handler) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in ENDING}
+    before = {number: signal.getsignal(number) for number in StopSignal.ENDING}
     handle(handler)
     try:
         yield
@@ -156,14 +157,14 @@ def end_at_once(command: str) -> None:
 
 
 def is_handled() -> bool:
-    """Whether this process handles the signals of ``ENDING`` before its ranks run."""
+    """Whether this process handles the signals of ``StopSignal.ENDING`` before its ranks run."""
     return isinstance(signal.getsignal(signal.SIGTERM), Ending) or signal.getsignal(signal.SIGTERM) is _end
 
 
 def restore() -> None:
     """Let each signal end this process as the system does, if they are handled: in a fork of a command."""
     if is_handled():
-        for number in ENDING:
+        for number in StopSignal.ENDING:
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
 
 

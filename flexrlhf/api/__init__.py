@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from flexrlhf.display.plain_lines import rate, restarts_text
     from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn, Turn
     from flexrlhf.environments.episodes import Episodes
-    from flexrlhf.environments.tool_schemas import tool_schemas
+    from flexrlhf.environments.tool_schemas import EnvironmentTools
     from flexrlhf.errors import (
         Interrupted,
         Preempted,

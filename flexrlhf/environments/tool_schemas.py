@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,96 +33,100 @@ Made = list[Tool] | str
 """Schemas of the tools of one setting, or why there are none."""
 
 
-def has_code(settings: EnvironmentSpec) -> bool:
-    """Whether the files of all functions and classes are there: a run may be planned on another machine."""
-    files = [reference.rpartition(":")[0] for reference in _places(settings).values()]
-    return all(Path(file).is_file() for file in files if file.endswith(".py"))
+@dataclass(frozen=True)
+class EnvironmentTools:
+    """Tools of an environment, and the user's code that they and its class are made of.
 
-
-def tool_schemas(settings: EnvironmentSpec) -> tuple[Tool, ...]:
-    """Return the schemas of all tools, in order. Raises UserError for a tool without one, and for two of one name."""
-    places = _places(settings)
-    for key, reference in places.items():
-        check_function(reference, key, may_be_async=True)
-    tools: dict[str, Tool] = {}
-    for (key, reference), made in zip(places.items(), _made_elsewhere(places), strict=True):
-        if isinstance(made, str):
-            raise UserError(f"{key}: {reference}: {made}")
-        for schema in made:
-            name = schema["function"]["name"]
-            if name in tools:
-                raise UserError(f"{key}: {reference}: there is another tool named {name!r}; give it another name")
-            tools[name] = schema
-    return tuple(tools.values())
-
-
-def with_known_form(settings: EnvironmentSpec, tokens: TurnTokens) -> EnvironmentSpec:
-    """Return settings in which ``auto`` is the form by which a call is read that the chat template writes.
-
-    Raises UserError unless it is one form.
+    settings:  of the environment.
     """
-    if settings.tool_format != BY_TEMPLATE:
-        return settings
-    (name, arguments), written = EXAMPLE, tokens.written_call()
-    texts = {name: [key for key, value in arguments.items() if isinstance(value, str)]}
-    found = [form for form in FORMS if parse_calls(written, form, texts) == ([ToolCall(name, arguments)], [])]
-    if len(found) != 1:
-        reads = f"{' and '.join(found)} read" if found else "no known form reads"
-        raise UserError(
-            f"environment.tool_format: {BY_TEMPLATE} is the form in which the chat template writes calls, and {reads} "
-            "them; name the form of the policy's calls, or give a regular expression"
-        )
-    return settings.model_copy(update={"tool_format": found[0]})
 
+    settings: EnvironmentSpec
 
-def _made_elsewhere(places: Mapping[str, str]) -> list[Made]:
-    return _in_process(_SCHEMAS, *places.values()) if places else []
+    @property
+    def has_code(self) -> bool:
+        """Whether the files of all functions and classes are there: a run may be planned on another machine."""
+        files = [reference.rpartition(":")[0] for reference in self._places.values()]
+        return all(Path(file).is_file() for file in files if file.endswith(".py"))
 
+    def schemas(self) -> tuple[Tool, ...]:
+        """Return the schemas of all tools, in order. Raises UserError for a tool without one, or two of one name."""
+        places = self._places
+        for key, reference in places.items():
+            check_function(reference, key, may_be_async=True)
+        found: list[Made] = _in_process(_SCHEMAS, *places.values()) if places else []
+        tools: dict[str, Tool] = {}
+        for (key, reference), made in zip(places.items(), found, strict=True):
+            if isinstance(made, str):
+                raise UserError(f"{key}: {reference}: {made}")
+            for schema in made:
+                name = schema["function"]["name"]
+                if name in tools:
+                    raise UserError(f"{key}: {reference}: there is another tool named {name!r}; give it another name")
+                tools[name] = schema
+        return tuple(tools.values())
 
-def _places(settings: EnvironmentSpec) -> dict[str, str]:
-    """Return the functions and classes with tools, by setting."""
-    places = {f"environment.tools.{number}": reference for number, reference in enumerate(settings.tools)}
-    # a package's tools are its own, and a program gives its own with each call
-    if settings.path is not None and settings.api is None and package_of(settings.path) is None:
-        places["environment.path"] = settings.path
-    return places
+    def with_known_form(self, tokens: TurnTokens) -> EnvironmentSpec:
+        """Return the settings in which ``auto`` is the form by which a call is read that the chat template writes.
 
-
-def check_class(settings: EnvironmentSpec, columns: Collection[str] | None = None) -> None:
-    """Raise UserError for a class that could not run episodes: its code, its arguments, its form.
-
-    ``columns``: of the data, which a class in TRL's form receives by name; None: they are not known.
-    """
-    if settings.path is None or (settings.api is not None and is_address(settings.path)):
-        return
-    package = package_of(settings.path)
-    if package is None:
-        check_function(settings.path, "environment.path", may_be_async=True)
-    elif settings.python is None and not is_installed(package[0]):
-        return
-    if settings.api is None:
-        facts = _in_process(_CLASS, settings.path, json.dumps(settings.options, default=str))
-    else:
-        program, options = program_of(settings)
-        facts = _in_process(_PROGRAM, program, json.dumps(options, default=str), settings.python)
-    if "problem" in facts:
-        setting, sentence = facts["problem"]
-        raise UserError(f"environment.{setting}: {settings.path}: {sentence}")
-    if columns is None:
-        return
-    for name in facts.get("needed", ()):
-        if name not in columns:
+        Raises UserError unless it is one form.
+        """
+        if self.settings.tool_format != BY_TEMPLATE:
+            return self.settings
+        (name, arguments), written = EXAMPLE, tokens.written_call()
+        texts = {name: [key for key, value in arguments.items() if isinstance(value, str)]}
+        found = [form for form in FORMS if parse_calls(written, form, texts) == ([ToolCall(name, arguments)], [])]
+        if len(found) != 1:
+            reads = f"{' and '.join(found)} read" if found else "no known form reads"
             raise UserError(
-                f"environment.path: reset of {settings.path} takes {name!r}, no column of the data"
-                f"{nearest(name, columns)}; there are {', '.join(columns)}"
+                f"environment.tool_format: {BY_TEMPLATE} is the form in which the chat template writes calls, and "
+                f"{reads} them; name the form of the policy's calls, or give a regular expression"
             )
-    taken = facts.get("taken")
-    for name in columns if taken is not None else ():
-        if name not in taken:
-            raise UserError(
-                f"environment.path: reset of {settings.path} does not take the column {name!r} of the data; add it, or "
-                f"**columns"
-            )
+        return self.settings.model_copy(update={"tool_format": found[0]})
+
+    @property
+    def _places(self) -> dict[str, str]:
+        """Functions and classes with tools, by setting."""
+        places = {f"environment.tools.{number}": reference for number, reference in enumerate(self.settings.tools)}
+        # a package's tools are its own, and a program gives its own with each call
+        if self.settings.path is not None and self.settings.api is None and package_of(self.settings.path) is None:
+            places["environment.path"] = self.settings.path
+        return places
+
+    def check_class(self, columns: Collection[str] | None = None) -> None:
+        """Raise UserError for a class that could not run episodes: its code, its arguments, its form.
+
+        ``columns``: of the data, which a class in TRL's form receives by name; None: they are not known.
+        """
+        if self.settings.path is None or (self.settings.api is not None and is_address(self.settings.path)):
+            return
+        package = package_of(self.settings.path)
+        if package is None:
+            check_function(self.settings.path, "environment.path", may_be_async=True)
+        elif self.settings.python is None and not is_installed(package[0]):
+            return
+        if self.settings.api is None:
+            facts = _in_process(_CLASS, self.settings.path, json.dumps(self.settings.options, default=str))
+        else:
+            program, options = program_of(self.settings)
+            facts = _in_process(_PROGRAM, program, json.dumps(options, default=str), self.settings.python)
+        if "problem" in facts:
+            setting, sentence = facts["problem"]
+            raise UserError(f"environment.{setting}: {self.settings.path}: {sentence}")
+        if columns is None:
+            return
+        for name in facts.get("needed", ()):
+            if name not in columns:
+                raise UserError(
+                    f"environment.path: reset of {self.settings.path} takes {name!r}, no column of the data"
+                    f"{nearest(name, columns)}; there are {', '.join(columns)}"
+                )
+        taken = facts.get("taken")
+        for name in columns if taken is not None else ():
+            if name not in taken:
+                raise UserError(
+                    f"environment.path: reset of {self.settings.path} does not take the column {name!r} of the data; "
+                    f"add it, or **columns"
+                )
 
 
 _SCHEMAS, _CLASS, _PROGRAM = "schemas", "class", "program"

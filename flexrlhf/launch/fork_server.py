@@ -18,7 +18,7 @@ from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
 from typing import Any, NoReturn
 
 from flexrlhf.launch.lifetime import changed_environment, ending
-from flexrlhf.signals import ENDING
+from flexrlhf.signals import StopSignal
 from flexrlhf.text import counted
 from flexrlhf.user_code.processes import is_killed_with_parent
 
@@ -35,7 +35,7 @@ def serve(channel: socket.socket, launcher: int, modules: Sequence[str]) -> None
     if os.getppid() != launcher:
         return
     # schedulers send them to every process; the factory ends with its launcher
-    for number in ENDING:
+    for number in StopSignal.ENDING:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_NAME, b"rank-factory")
     problem = problem_after(modules)
@@ -117,7 +117,7 @@ def _run(request: Mapping[str, Any], streams: Sequence[int]) -> None:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
-        for number in ENDING:
+        for number in StopSignal.ENDING:
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         os.environ.clear()
         os.environ.update(request["environment"])

@@ -12,13 +12,13 @@ from typing import Any
 
 from flexrlhf.api import (
     EnvironmentSpec,
+    EnvironmentTools,
     EpisodeCall,
     EpisodeReply,
     Episodes,
     Plan,
     ProgramTurn,
     UserError,
-    tool_schemas,
 )
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 
@@ -43,7 +43,7 @@ def measure_environments(plans: Sequence[Plan], seconds: float) -> tuple[Environ
     for plan in plans:
         environment = plan.spec.environment
         if environment is not None and environment.name not in found and (rows := _rows(plan)):
-            calls = [example_call(tool["function"]) for tool in tool_schemas(environment)]
+            calls = [example_call(tool["function"]) for tool in EnvironmentTools(environment).schemas()]
             if environment.has_known_format:
                 # tools take the same time however their calls are written
                 environment = environment.model_copy(update={"tool_format": "hermes"})

@@ -13,7 +13,7 @@ from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.files import is_present
 from flexrlhf.data.messages import Message
 from flexrlhf.environments.sources import check_environment
-from flexrlhf.environments.tool_schemas import check_class, has_code, with_known_form
+from flexrlhf.environments.tool_schemas import EnvironmentTools
 from flexrlhf.errors import UserError, nearest, shown, some_of
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_packages, check_run_engines
@@ -54,7 +54,7 @@ def check_runs(plans: Sequence[Plan]) -> None:
         data = plan.data.load()
         tokenizer = load_tokenizer(data.tokenizer, data.is_trusted)
         if plan.spec.environment is not None and plan.spec.environment.tool_format == BY_TEMPLATE:
-            with_known_form(plan.spec.environment, plan.data.turn_tokens(tokenizer))
+            EnvironmentTools(plan.spec.environment).with_known_form(plan.data.turn_tokens(tokenizer))
         number, largest = len(tokenizer), _largest_token(data)
         for role in origins_first(plan.graph):
             if plan.model(role).path is None or Path(realpath(plan.model(role).path or "")) not in pending:
@@ -84,9 +84,9 @@ def check_inputs(plans: Sequence[Plan], is_run: bool = False) -> None:
         files = [source for source in plan.data.sources if is_run or is_present(source.path)]
         _check_models(plan, {path for earlier in plans[:index] for path in earlier.outputs}, bool(files))
         environment = plan.spec.environment
-        has_class = environment is not None and (is_run or has_code(environment))
+        has_class = environment is not None and (is_run or EnvironmentTools(environment).has_code)
         if environment is not None and has_class:
-            check_class(environment)
+            EnvironmentTools(environment).check_class()
         for file in files:
             _check_texts(plan, file, has_functions, environment if has_class else None)
 
@@ -104,7 +104,7 @@ def _check_texts(
     names = sorted({each.function for each in operators if each.kind == "score"})
     columns = dict.fromkeys(key for text in texts for key in text.columns) if names or environment else {}
     if environment is not None and (source.is_training or source.key == "eval"):
-        check_class(environment, columns)
+        EnvironmentTools(environment).check_class(columns)
     for name in names:
         checks = SourceChecks(sections[name], name)
         checks.check_columns(columns, source.path, with_functions)

@@ -24,7 +24,7 @@ from flexrlhf.data.row_layout import RowLayout
 from flexrlhf.data.text_example import TextExample
 from flexrlhf.data.text_rows import TextRows
 from flexrlhf.data.turn_tokens import TurnTokens
-from flexrlhf.environments.tool_schemas import has_code
+from flexrlhf.environments.tool_schemas import EnvironmentTools
 from flexrlhf.errors import UserError, one_line, shown
 from flexrlhf.operators.graph import Needs
 from flexrlhf.plan.run_tokenizer import (
@@ -330,7 +330,7 @@ class DataFiles:
     @property
     def _has_tools(self) -> bool:
         """Whether the code of the environment, whose tools are in prompts, is on this machine."""
-        return self.plan.spec.environment is None or has_code(self.plan.spec.environment)
+        return self.plan.spec.environment is None or EnvironmentTools(self.plan.spec.environment).has_code
 
 
 def training_sources(spec: Spec, needs: Needs) -> list[DataSource]:

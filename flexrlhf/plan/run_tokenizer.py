@@ -12,7 +12,7 @@ from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.data.chat import ChatFormat, ChatTemplate, read_chat_format
 from flexrlhf.data.files import json_type
-from flexrlhf.environments.tool_schemas import tool_schemas
+from flexrlhf.environments.tool_schemas import EnvironmentTools
 from flexrlhf.errors import UserError, shown
 from flexrlhf.plan.tokenizers import has_tokenizer, tokenizer_source
 from flexrlhf.weights.loading import one_sentence_errors, quiet
@@ -72,7 +72,7 @@ class RunTokenizer:
     def prompt_format(self) -> ChatFormat:
         """Chat format with the tools of the environment, whose code another process loads."""
         environment = self.plan.spec.environment
-        return replace(self.chat(), tools=() if environment is None else tool_schemas(environment))
+        return replace(self.chat(), tools=() if environment is None else EnvironmentTools(environment).schemas())
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "data.tokenizer") -> Any:

@@ -25,7 +25,7 @@ from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn, S
 from flexrlhf.environments.call_forms import ends_in_thought
 from flexrlhf.environments.episode_process import Key
 from flexrlhf.environments.episodes import Episodes
-from flexrlhf.environments.tool_schemas import with_known_form
+from flexrlhf.environments.tool_schemas import EnvironmentTools
 from flexrlhf.objectives.context import Columns
 from flexrlhf.operators.columns import Column
 from flexrlhf.operators.outcomes import EpisodeState
@@ -541,7 +541,7 @@ def make_environment_caller(
     most = plan.processes.most_calls(world.rank)
     if settings is None or tokens is None or most == 0:
         return None
-    settings = with_known_form(settings, tokens)
+    settings = EnvironmentTools(settings).with_known_form(tokens)
     is_replayed, count = spec.debug.replay is not None, plan.processes.by_rank().get(world.rank, 0)
     episodes = None if is_replayed else Episodes(settings, count, plan.batch.segments, plan.sampled_from)
     mailbox = Mailbox(world, f"environments/{spec.name}", spec.timeout_seconds)

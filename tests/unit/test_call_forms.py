@@ -16,7 +16,7 @@ from flexrlhf.data.quickstart.corpus import build_tokenizer
 from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.environments.call_forms import FORMS, ToolCall, ends_in_thought
 from flexrlhf.environments.tool_calls import parse_calls, read_reply
-from flexrlhf.environments.tool_schemas import with_known_form
+from flexrlhf.environments.tool_schemas import EnvironmentTools
 from flexrlhf.errors import UserError
 
 CALLS = [("add", ARGUMENTS), ("add", {})]
@@ -79,7 +79,7 @@ def test_a_template_without_calls_has_no_form(tmp_path: Path) -> None:
 
 def form_of(tokenizer: Any, written: str = "auto") -> str:
     settings = EnvironmentSpec(tools=("a.py:b",), tool_format=written)
-    return with_known_form(settings, TurnTokens(tokenizer, ChatFormat(), bridge=True)).tool_format
+    return EnvironmentTools(settings).with_known_form(TurnTokens(tokenizer, ChatFormat(), bridge=True)).tool_format
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -17,7 +17,7 @@ from flexrlhf.data.messages import Message
 from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.environments.base import EpisodeCall, ProgramTurn
 from flexrlhf.environments.episodes import Episodes
-from flexrlhf.environments.tool_schemas import tool_schemas
+from flexrlhf.environments.tool_schemas import EnvironmentTools
 from flexrlhf.serving.model_calls import ModelCall
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -114,7 +114,9 @@ def test_the_calculator_is_called_by_an_equation(turns: list[str], replies: list
 def test_the_template_of_the_calculator_has_its_tool_and_leaves_turns_as_they_are(tokenizers: Any) -> None:
     tokenizer = tokenizers["smollm2"]
     chat = ChatFormat(
-        "always", (CONFIGS / "real/tools.jinja").read_text(), tools=tool_schemas(environment_of("real/tools.yaml"))
+        "always",
+        (CONFIGS / "real/tools.jinja").read_text(),
+        tools=EnvironmentTools(environment_of("real/tools.yaml")).schemas(),
     )
     tokens = TurnTokens(tokenizer, chat)
     text = tokenizer.decode(tokens.prompt(Example((1,), (), (), turns=(Message("user", "How many?"),)), ()))

@@ -24,7 +24,7 @@ from flexrlhf.environments.call_forms import ToolCall
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.sources import check_package
 from flexrlhf.environments.tool_calls import parse_calls
-from flexrlhf.environments.tool_schemas import tool_schemas
+from flexrlhf.environments.tool_schemas import EnvironmentTools
 from flexrlhf.errors import UserError
 from flexrlhf.measure.environment_calls import example_call, measure_environments
 from flexrlhf.plan.pipeline import make_plan
@@ -489,6 +489,6 @@ def test_profile_measures_replies_in_processes(tmp_path: Path, monkeypatch: pyte
 
 
 def test_profile_calls_tools() -> None:
-    (tool,) = tool_schemas(EnvironmentSpec(tools=(f"{FILE}:multiply",)))
+    (tool,) = EnvironmentTools(EnvironmentSpec(tools=(f"{FILE}:multiply",))).schemas()
     expected = ToolCall("multiply", {"first": 1.0, "second": 1.0})
     assert parse_calls(example_call(tool["function"]), "hermes") == ([expected], [])

@@ -14,7 +14,7 @@ from test_programs import SECONDS, begin, playing, turn_of
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeReply
 from flexrlhf.environments.sources import check_variables
-from flexrlhf.environments.tool_schemas import check_class
+from flexrlhf.environments.tool_schemas import EnvironmentTools
 from flexrlhf.errors import UserError
 from flexrlhf.serving.model_calls import ModelCall
 
@@ -96,7 +96,7 @@ def test_a_reply_of_a_server_without_a_reward_fails_its_episode(
 
 
 def test_addresses_of_programs_are_checked() -> None:
-    check_class(settings_of("http://one:1/run", "http://two:1/run"), ["prompt"])
+    EnvironmentTools(settings_of("http://one:1/run", "http://two:1/run")).check_class(["prompt"])
     check_variables(settings_of("http://one:1/run", "http://two:1/run"))
     with pytest.raises(UserError, match="such as http://localhost:8000, or several with commas between"):
         check_variables(settings_of("http://one:1/run", "two:1/run"))

@@ -21,7 +21,7 @@ from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.base import EpisodeCall, EpisodeReply, ProgramTurn, SequenceRecord
 from flexrlhf.environments.episodes import Episodes
 from flexrlhf.environments.sources import check_environment, program_of
-from flexrlhf.environments.tool_schemas import check_class
+from flexrlhf.environments.tool_schemas import EnvironmentTools
 from flexrlhf.errors import UserError
 from flexrlhf.serving.model_calls import ModelCall
 
@@ -232,7 +232,7 @@ def test_a_program_that_misbehaves_costs_its_episode(kind: str, failure: str, te
 
 def test_a_program_is_checked_before_a_rank_starts(tmp_path: Path) -> None:
     """It is loaded by its interpreter, and has to take a row, the address and its options."""
-    check_class(settings_of("two_turns", options={"bonus": 1.0}), ["prompt"])
+    EnvironmentTools(settings_of("two_turns", options={"bonus": 1.0})).check_class(["prompt"])
     cases = {
         "two_turns": ({"options": {"bonuses": 1}}, "got an unexpected keyword argument 'bonuses'"),
         "say": ({}, r"it is called with \(row, api\) and environment.options, and takes \(api"),
@@ -240,7 +240,7 @@ def test_a_program_is_checked_before_a_rank_starts(tmp_path: Path) -> None:
     }
     for name, (settings, sentence) in cases.items():
         with pytest.raises(UserError, match=sentence):
-            check_class(settings_of(name, **settings))
+            EnvironmentTools(settings_of(name, **settings)).check_class()
     with pytest.raises(ValueError, match="api: openai is of a program in path, found the tools a.py:b"):
         EnvironmentSpec.model_validate({"api": "openai", "path": "a.py:run", "tools": ["a.py:b"]})
     with pytest.raises(ValueError, match="add api: openai"):
@@ -268,7 +268,7 @@ def test_a_task_set_of_verifiers_is_a_program() -> None:
     assert Path(program.removesuffix(":run")).is_file() and options == {"largest": 5, "name": "sums"}
     if find_spec("verifiers") is None:
         with pytest.raises(UserError, match=r"verifiers:sums: .*No module named 'verifiers'"):
-            check_class(settings)
+            EnvironmentTools(settings).check_class()
         sentence = r"pip install 'flexrlhf\[verifiers\]', or name an interpreter that has it in environment.python$"
         with pytest.raises(UserError, match=sentence):
             check_environment(EnvironmentSpec(path="verifiers:sums"))
@@ -282,7 +282,7 @@ def test_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FILE.parent), os.environ.get("PYTHONPATH", "")]))
     path, options = "verifiers:verifiers-tasks", {"largest": 5}
     settings = EnvironmentSpec(path=path, python=python, options=options, processes=1, timeout_seconds=SECONDS)
-    check_class(settings)
+    EnvironmentTools(settings).check_class()
 
     def tool_call(name: str, **arguments: int) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"

@@ -16,7 +16,7 @@ from benchmarks.peers.chat_tokenizers import build_chat_tokenizer
 from benchmarks.peers.trl_turns import add, look_up
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.environments.class_checks import class_facts
-from flexrlhf.environments.tool_schemas import check_class, has_code, make_schemas, tool_schemas
+from flexrlhf.environments.tool_schemas import EnvironmentTools, make_schemas
 from flexrlhf.errors import UserError
 
 OWN = '''
@@ -71,15 +71,15 @@ def test_schemas_are_made_elsewhere_once(tmp_path: Path) -> None:
     file.write_text(OWN)
     module = "benchmarks.peers.trl_turns"
     settings = EnvironmentSpec(path=f"{file}:Game", tools=(f"{module}:add", f"{file}:now", f"{module}:look_up"))
-    assert has_code(settings)
-    tools = tool_schemas(settings)
+    assert EnvironmentTools(settings).has_code
+    tools = EnvironmentTools(settings).schemas()
     assert names(tools) == ["add", "now", "look_up", "guess"]
     assert (tools[0], tools[2]) == (get_json_schema(add), get_json_schema(look_up))
     loader = (tmp_path / "loaded").read_text()
     assert int(loader) != os.getpid()
     (tmp_path / "loaded").unlink()
-    assert tool_schemas(settings) == tools and not (tmp_path / "loaded").exists()
-    assert tool_schemas(EnvironmentSpec(path="verifiers:wordle")) == ()
+    assert EnvironmentTools(settings).schemas() == tools and not (tmp_path / "loaded").exists()
+    assert EnvironmentTools(EnvironmentSpec(path="verifiers:wordle")).schemas() == ()
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_wrong_tools_are_named(tmp_path: Path) -> None:
 
     def refused(*tools: str) -> str:
         with pytest.raises(UserError) as caught:
-            tool_schemas(EnvironmentSpec(tools=tuple(f"{tmp_path}/{tool}" for tool in tools)))
+            EnvironmentTools(EnvironmentSpec(tools=tuple(f"{tmp_path}/{tool}" for tool in tools))).schemas()
         return str(caught.value)
 
     assert "environment.tools.1: " in refused("tools.py:now", "tools.py:untypd")
     assert "defines no 'untypd' (did you mean 'untyped'?)" in refused("tools.py:untypd")
     assert "no file" in refused("tool.py:now") and "tools.py" in refused("tool.py:now")
-    assert not has_code(EnvironmentSpec(tools=(f"{tmp_path}/tool.py:now",)))
+    assert not EnvironmentTools(EnvironmentSpec(tools=(f"{tmp_path}/tool.py:now",))).has_code
     assert make_schemas((f"{tmp_path}/broken.py:add",)) == [
         "could not be loaded: SystemExit: stop here (broken.py, line 3)"
     ]
@@ -221,17 +221,17 @@ def test_environments_of_gymnasium_are_made_once(path: str, options: dict[str, A
 def test_classes_are_checked_elsewhere_with_the_columns_of_the_data(classes: Path) -> None:
     """``step`` of TRL's form is a tool; what is wrong is named by its setting."""
     walk = EnvironmentSpec(path=f"{classes}:Walk")
-    assert names(tool_schemas(walk)) == ["step"]
-    check_class(walk, ("prompt", "board"))
+    assert names(EnvironmentTools(walk).schemas()) == ["step"]
+    EnvironmentTools(walk).check_class(("prompt", "board"))
     for columns, sentence in (
         (("board",), "takes 'prompt', no column of the data; there are board"),
         (("prompt", "answer"), "does not take the column 'answer' of the data; add it, or **columns"),
     ):
         with pytest.raises(UserError, match=re.escape(sentence)):
-            check_class(walk, columns)
+            EnvironmentTools(walk).check_class(columns)
     with pytest.raises(UserError, match="^environment.options: .*:Own: got an unexpected keyword argument 'nope'"):
-        check_class(EnvironmentSpec(path=f"{classes}:Own", options={"nope": 1}))
-    check_class(EnvironmentSpec(tools=("benchmarks.peers.trl_turns:add",)))
+        EnvironmentTools(EnvironmentSpec(path=f"{classes}:Own", options={"nope": 1})).check_class()
+    EnvironmentTools(EnvironmentSpec(tools=("benchmarks.peers.trl_turns:add",))).check_class()
     with pytest.raises(ValueError, match="options are of the class in path, found .* and no path; remove them"):
         EnvironmentSpec(tools=("benchmarks.peers.trl_turns:add",), options={"level": 1})
 
