@@ -105,7 +105,7 @@ def check_written(text: str, turns: Sequence[Message], values: RowValues, keys: 
         if _CALLED in turn.given:
             _check_calls(text, turn)
         # templates may change a text, and follow a system prompt without writing it
-        if turn.role in ("user", "tool") and not _is_in(text, _longest_word(turn.content)):
+        if turn.role in ("user", "tool") and not _is_in(text, max(turn.content.split(), key=len, default="")):
             raise UserError(
                 f"the chat template leaves out the text of a turn of the {turn.role}: name one that writes it in "
                 f"data.chat_template"
@@ -147,10 +147,6 @@ def _check_calls(text: str, turn: Message) -> None:
 def _is_in(text: str, part: str) -> bool:
     """Whether a rendered text has ``part``, as it is or as JSON writes it."""
     return part in text or any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))
-
-
-def _longest_word(text: str) -> str:
-    return max(text.split(), key=len, default="")
 
 
 def _called(call: Mapping[str, Any]) -> list[dict[str, Any]]:

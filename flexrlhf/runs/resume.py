@@ -263,7 +263,7 @@ def _check_drain(plan: Plan, before: Spec, where: CheckpointDirectory) -> None:
             f"--resume {where}: schedule.lag was {was} and is {now} now, and without a lag other operators compute; "
             f"use {was}, or {'another lag from 1 on' if was else 'start a new run under another name'}"
         )
-    limit = _max_staleness(plan.spec)
+    limit = None if plan.spec.algorithm.importance is None else plan.spec.algorithm.importance.max_staleness
     if limit is not None and plan.spec.most_stale <= limit < before.most_stale:
         raise UserError(
             f"--resume {where}: tokens in flight may be {before.most_stale} batches old, and under schedule.lag {now} "
@@ -277,10 +277,6 @@ def _check_drain(plan: Plan, before: Spec, where: CheckpointDirectory) -> None:
             f"{plan.spec.num_segments}; use rollout.segment_tokens: {tokens} with rollout.max_segments: "
             f"{before.num_segments}, under which they end"
         )
-
-
-def _max_staleness(spec: Spec) -> int | None:
-    return None if spec.algorithm.importance is None else spec.algorithm.importance.max_staleness
 
 
 def _lacks_rows(plan: Plan, before: Spec, next_step: int) -> bool:

@@ -55,7 +55,7 @@ class SavedFile:
         for name in sorted(shapes):
             for piece in file_pieces(family, name, shapes[name]):
                 parameters[piece.name] = name, piece.box[0] if piece.box else range(1)
-                sizes[piece.name] = saved_item(name, item_bytes) * math.prod(piece.shape)
+                sizes[piece.name] = (4 if ParameterName(name).is_router_bias else item_bytes) * math.prod(piece.shape)
         files = []
         for file, tensors in split_files(sizes, shard_bytes).items():
             rows: dict[str, range] = {}
@@ -78,11 +78,6 @@ def split_files(sizes: Mapping[str, int], shard_bytes: float) -> dict[str, list[
     if len(shards) == 1:
         return {StoredModel.SINGLE: shards[0]}
     return {f"model-{index:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards, 1)}
-
-
-def saved_item(name: str, item_bytes: int) -> int:
-    """Return the bytes of an element of the parameter ``name`` of a model that is saved in ``item_bytes``."""
-    return 4 if ParameterName(name).is_router_bias else item_bytes
 
 
 def _saved_buckets(

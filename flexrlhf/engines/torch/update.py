@@ -107,7 +107,7 @@ class Gradients:
         """Sum ``gradients`` over ``ranks``, in place, bucket by bucket."""
         if ranks.group is None or not gradients:
             return
-        most = gradient_bucket_bytes(gradients[0].device.type)
+        most = CPU_GRADIENT_BUCKET_BYTES if gradients[0].device.type == "cpu" else GRADIENT_BUCKET_BYTES
         for bucket in make_buckets([gradient.nbytes for gradient in gradients], most):
             members = [gradients[index] for index in bucket]
             total = ranks.sum_in_order(torch.cat([member.reshape(-1) for member in members]))
@@ -249,8 +249,3 @@ class LossScale:
             raise FloatingPointError("the gradient is not finite; the weights were left as they were")
         self.factor, self.good_steps = self.factor / 2, 0
         return False
-
-
-def gradient_bucket_bytes(device: str) -> int:
-    """Return the bytes of gradients in one collective between devices of a type, as ``cuda``."""
-    return CPU_GRADIENT_BUCKET_BYTES if device == "cpu" else GRADIENT_BUCKET_BYTES
