@@ -41,7 +41,7 @@ class SpecFile:
         return str(self._raw.get("name"))
 
     def spec(self, overrides: Sequence[str] = (), placement: Sequence[Any] | str | None = None) -> Spec:
-        """Return the validated spec with ``overrides`` and ``placement``, as of ``load_spec``."""
+        """Return the validated spec with ``KEY=VALUE`` ``overrides``, and ``placement`` in place of the file's."""
         raw = deepcopy(self._raw)
         scoped = [(override, *self.split_scope(override)) for override in overrides]
         applied = [(override, setting) for override, scope, setting in scoped if scope in (None, raw.get("name"))]

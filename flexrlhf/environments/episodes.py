@@ -25,7 +25,10 @@ class Episodes:
         steps: int = 1,
         sampling: Mapping[str, float] | None = None,
     ) -> None:
-        """``steps``, ``sampling``: as of ``make_process``."""
+        """
+        steps:     in which an episode may have turns.
+        sampling:  temperature, top_p and top_k of the policy, which a program may send with a call.
+        """
         self._processes = tuple(make_process(settings, steps, sampling) for _ in range(num_processes))
         self._steps = steps
         self._places: dict[Key, EpisodeProcess] = {}

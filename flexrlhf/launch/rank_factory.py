@@ -206,7 +206,8 @@ class RankFactory:
     @classmethod
     @contextmanager
     def starting(cls, is_needed: bool = True, is_copied: bool = False) -> Iterator[RankFactory | None]:
-        """Start a factory; none under torchrun, which starts ranks. ``is_copied``: as of ``__init__``."""
+        """Start a factory; none under torchrun, which starts ranks. ``is_copied``: load the modules in this
+        process, and copy it, if that can be forked."""
         if not is_needed or Hosts.under_torchrun():
             yield None
             return

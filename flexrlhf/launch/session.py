@@ -72,8 +72,8 @@ class Session:
         nnodes:         machines of the job; this one is the first, the others join it by ``flexrlhf join``.
         rdzv_endpoint:  HOST:PORT of this machine, where several meet.
 
-        Others as of ``ExecutionEngine``. Raises UserError for machines that do not fit, and for a plan that calls
-        cannot follow: with dynamic sampling, or models that move.
+        The others are the ones of ``ExecutionEngine``. Raises UserError for machines that do not fit, and for a plan
+        that calls cannot follow: with dynamic sampling, or models that move.
         """
         hosts = Hosts(nnodes, rdzv_endpoint=rdzv_endpoint)
         spec = SpecFile(config_path).spec_on(nnodes, program_settings(overrides, devices), placement_ratio)
@@ -246,7 +246,7 @@ class Session:
     def compute_loss(self, operator: str, batch: CalledBatch, loss: str = "") -> Metrics:
         """Compute the loss of a training on mini-batches in a forward pass, without an optimizer step.
 
-        ``loss``: as of ``call``; ``ptx`` is that of the step's pretraining texts (``algorithm.ptx``).
+        ``loss``: in place of the graph's; ``ptx`` is that of the step's pretraining texts (``algorithm.ptx``).
 
         Returns the metrics of the loss, and ``total_loss``, its mean over the mini-batches. Raises UserError as
         ``call``.
@@ -256,7 +256,8 @@ class Session:
     def forward_backward(self, operator: str, batch: CalledBatch, loss: str = "") -> Metrics:
         """Add the gradients of the loss of a training on mini-batches, for the next optimizer step.
 
-        Parts of a batch add up, each mini-batch with denominators of its own; ``loss``: as of ``call``, of each part.
+        Parts of a batch add up, each mini-batch with denominators of its own; ``loss``: of each part, in place of the
+        graph's.
 
         Returns the metrics of the loss. Raises UserError as ``call``, and for parts that are no neighbours.
         """

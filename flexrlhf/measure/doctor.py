@@ -65,7 +65,7 @@ def preflight(
 
     join_seconds:  longest wait for the launchers of the other machines
     rank_seconds:  longest wait for a rank
-    factory:       as of ``start_ranks``
+    factory:       process that forks the ranks, if it has been started before; None: this call starts one
 
     Raises UserError under torchrun, and Interrupted on a signal.
     """

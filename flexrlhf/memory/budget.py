@@ -170,7 +170,8 @@ class Sizing:
     sync:          settings of weight syncs.
     own_texts:     lengths by role, for models with a tokenizer of their own.
     node_of:       node of a rank; None: all are on one.
-    reusing:       copies that exist only during their calls, as of ``copies_that_reuse`` (plan/reused_copies.py).
+    reusing:       copies that exist only during their calls and have their source's weights meanwhile, each with an
+                   instruction that uses the source in that time; empty if none does.
     slots:         whether rows are decoded in slots where a family can.
     on_gpus:       whether all devices are GPUs of known classes, on which vLLM has graphs and buffers.
     save:          settings of saved models.

@@ -29,7 +29,10 @@ class Chooser(Protocol):
     def __call__(self, spec: Spec, pending: Mapping[Path, ModelSpec], obstacle: str) -> tuple[Spec, str]:
         """Return the settings to use, and a text on the choice; empty if nothing is chosen.
 
-        ``pending``, ``obstacle``: as of ``make_plans``. Raises UserError if nothing fits.
+        pending:   directory → model, for models that an earlier run of the command will write there.
+        obstacle:  why vLLM cannot generate, if that follows from an earlier run.
+
+        Raises UserError if nothing fits.
         """
 
 

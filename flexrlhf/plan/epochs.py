@@ -25,8 +25,8 @@ def with_epochs(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None) -> 
     has none.
 
     The last step is filled up from the next pass. A pass over several files has as many prompts as they have rows
-    together, each file by its weight. ``pending``: as of ``make_plan``. Raises UserError for rows that cannot be
-    counted.
+    together, each file by its weight. ``pending``: directories of models that an earlier run of the command will write.
+    Raises UserError for rows that cannot be counted.
     """
     if spec.epochs is None:
         return spec, ""

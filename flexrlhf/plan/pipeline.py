@@ -68,7 +68,7 @@ class ResolvedSpec:
     spec:     every model of the graph is filled in, and the engine that generates.
     graph:    the algorithm's graph, which says which roles are placed and trained.
     cluster:  devices by rank.
-    choice:   as of ``Plan``.
+    choice:   engine that ``rollout.engine: auto`` is, and why; empty if one is written, or there is no other.
     """
 
     spec: Spec
@@ -80,7 +80,10 @@ class ResolvedSpec:
     def of(cls, spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obstacle: str = "") -> ResolvedSpec:
         """Make the graph of ``spec`` and fill in its models and the engine that generates.
 
-        ``pending``, ``obstacle``: as of ``make_plan``. Raises UserError for models and settings that do not go with it.
+        pending:   directory → model, for models that an earlier run of the command will write there.
+        obstacle:  why vLLM cannot generate, if that follows from an earlier run.
+
+        Raises UserError for models and settings that do not go with it.
         """
         spec = with_snapshots(spec)
         graph = make_graph(spec)
@@ -202,7 +205,8 @@ def make_plan(spec: Spec, pending: Mapping[Path, ModelSpec] | None = None, obsta
 
 
 Choose = Callable[[Spec, Mapping[Path, ModelSpec], str], Spec]
-"""Fills in settings that a spec leaves open before it is planned; ``pending``, ``obstacle``: as of ``make_plan``."""
+"""Fills in settings that a spec leaves open before it is planned, from the spec, the models that earlier runs of the
+command will write, by directory, and the reason why vLLM cannot generate."""
 
 
 def make_plans(specs: Sequence[Spec], choose: Choose = lambda spec, pending, obstacle: spec) -> list[Plan]:

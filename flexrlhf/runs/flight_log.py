@@ -150,7 +150,8 @@ class FlightLogs:
         return self.directory / "failure"
 
     def writer(self, header: Mapping[str, Any], keep_steps: int) -> FlightLog:
-        """Continue the log of a rank. ``header``, ``keep_steps``: as of ``FlightLog``."""
+        """Continue the log of a rank. ``header``: rank, host, run and models of this process. ``keep_steps``: last
+        steps that it has."""
         return FlightLog(self.directory, header, keep_steps)
 
     def read(self, rank: int) -> Flight:

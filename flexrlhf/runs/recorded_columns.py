@@ -106,7 +106,7 @@ class RecordedColumns:
         return columns
 
     def files(self, step: int, arrived: bool = False) -> Iterator[tuple[str, int, Path]]:
-        """Yield operator and rank of each file of columns of ``step``, with the file. ``arrived``: as of ``write``."""
+        """Yield operator and rank of each file of columns of ``step``, with the file. ``X."""
         for file in sorted(self._folder.glob(f"{_ARRIVED * arrived}step{step}-*.safetensors")):
             found = FILE_NAME.fullmatch(file.name.removeprefix(_ARRIVED))
             assert found is not None, file

@@ -73,7 +73,7 @@ class Resumption:
     finished:    whether all of it is done, so that it is skipped.
     continues:   whether it goes on in its directory, next to the files that are there.
     notes:       sentences on its inputs: changes that are accepted, or that they cannot be compared.
-    program:     as of ``RunOrder``.
+    program:     socket of a program that calls its operators; empty: it executes its plan.
     """
 
     plan: Plan

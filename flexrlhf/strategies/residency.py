@@ -98,7 +98,7 @@ class DeviceMemory:
         """Return ``instructions`` with the evictions that every rank needs, and by rank the models that start
         offloaded.
 
-        alike:  as of ``Plan``.
+        alike:  rank → first rank with the same work on the same kind of device.
         only:   the rank whose evictions are wanted; those of others are left out.
         """
         walks: dict[int, _Walk] = {}

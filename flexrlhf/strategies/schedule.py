@@ -300,8 +300,8 @@ class Builder:
         return needed
 
     def _prompts(self, layout: Layout, mini_batches: range, attempt: int | None) -> Mapping[int, tuple[int, ...]]:
-        """Return the prompts of ``mini_batches`` on each rank under ``layout``, as of ``BatchShape.prompts_on``; the
-        ranks of a replica share them."""
+        """Return the prompts of ``mini_batches`` on each rank under ``layout``, also of one ``attempt``; the ranks of a
+        replica share them."""
         key = layout, mini_batches, attempt
         if key not in self.known:
             firsts = {layout.replica(rank): rank for rank in reversed(layout.ranks)}

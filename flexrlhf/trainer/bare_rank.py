@@ -108,7 +108,7 @@ class BareRank:
     def batch(
         self, plan: Plan, operator: Operator, model: LoadedModel, shape: BatchShape, columns: Mapping[str, Tensor]
     ) -> Batch:
-        """Return the batch that ``operator`` gives to the engine of ``model``; arguments as of ``operator_call``."""
+        """Return the batch that ``operator`` gives to the engine of ``model``, which has the rows of ``columns``."""
         run, store = self._prepared(plan, operator, model, shape, columns)
         return run.batch(store, self.world.device)
 

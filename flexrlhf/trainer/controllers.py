@@ -93,7 +93,7 @@ class Controllers(Observer):
         begun: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
     ) -> None:
         """Set the values by operator, as ``changed`` of all ranks has them; steps under way begin anew, but for
-        ``begun`` ones, as of ``begun_from``."""
+        ``begun`` ones: step → operator → its sums so far."""
         self.states |= {name: dict(state) for name, state in states.items()}
         self._begun = {
             (name, int(step)): _BegunStep(

@@ -205,7 +205,7 @@ class _Episodes:
             self._await_further(place)
 
     def due(self, wait: bool) -> Batch | None:
-        """Return the rows that have a turn, as of ``RowSource``. In the planned order all rows have ended theirs, and
+        """Return the rows that have a turn, None if none has. In the planned order all rows have ended theirs, and
         the environments have replied to all of them."""
         is_free = self._run.operator.is_free
         if is_free or wait:
@@ -258,7 +258,7 @@ class _Episodes:
 
     @property
     def late_after(self) -> dict[Key, int | None]:
-        """Rows at the end, by episode, as of ``OpenRows.late_after``."""
+        """Rows at the end, by episode, with the turn whose reply is awaited; None: of the last turn."""
         found = self._rows.late_after(self._turn_tokens)
         return {self._key(place): number for place, number in found.items()}
 
@@ -332,7 +332,7 @@ class _Episodes:
         return call.number == self._recorded[place] and not self._rows.has_last_segment[place]
 
     def _late_by_record(self) -> dict[int, int | None]:
-        """Return the rows of this step where it was executed before, as of ``OpenRows.late_after``."""
+        """Return the late rows of this step as they were when it was executed before."""
         caller, step, rows, suffix = self._caller, self._sampling.step, self._rows, self._run.operator.suffix
         if caller.late_replies_of is None or not self._taken:
             cut = {} if caller.log is None else caller.log.cut(step)

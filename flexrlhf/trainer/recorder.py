@@ -64,7 +64,8 @@ class Steps(Protocol):
         """Return the instruction of ``step`` at ``position`` of the walk."""
 
     def in_flight(self, next_step: int, generated: int) -> range:
-        """Return the steps whose rows exist before ``next_step`` is trained on, as of ``Plan.steps_in_flight``."""
+        """Return the steps whose rows exist before ``next_step`` is trained on. ``generated``: first step without
+        rows at the start of the run."""
 
     def restored(self, step: int, start: RunStart) -> Iterator[tuple[int, Run]]:
         """Yield the runs of a step in flight that were executed before ``start``, and their positions."""

@@ -183,7 +183,7 @@ def parts_of(model: PlacedModel, parameters: Parameters, rank: int, sizes: Sizes
 
 def elements_on_rank(model: PlacedModel, parameters: Parameters, rank: int, sizes: Sizes | None = None) -> int:
     """Return the elements of ``parameters``, of the stage of ``rank``, on it: its shards of its tensor-parallel
-    slices. ``sizes``: as of ``parts_of``.
+    slices. ``sizes``: of a model that may have fewer key-value heads than tensor-parallel ranks.
     """
     return _elements(_position_on(model, rank, sizes), parameters)
 

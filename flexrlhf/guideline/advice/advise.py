@@ -231,12 +231,12 @@ def advise(
                     same advice on every machine. A refusal may take ``refusal.TRIES`` more.
     margin:         share of the fastest placement's seconds by which another one may be slower and count as equally
                     fast; None: the least difference of predictions that distinguishes two placements.
-    pending:        as of ``make_plan``.
-    obstacle:       as of ``make_plan``.
+    pending:        directory → model, for models that an earlier run of the command will write there.
+    obstacle:       why vLLM cannot generate, if that follows from an earlier run.
     explains:       whether to search for changes that would help if nothing fits.
     max_lag:        the largest lag of placements with shadows, where the YAML sets none; one with a lag may then be
                     chosen. None: 1, which is timed and not chosen. 0: none is timed.
-    known:          as of ``make_space``.
+    known:          enumerators of options of earlier spaces, which are used again and added to.
 
     Raises UserError if nothing fits, or the costs of a device are not known.
     """

@@ -102,7 +102,7 @@ def _grown(item: FeasibleCandidate, prompts: int) -> FeasibleCandidate | None:
 def _with_prompts(item: FeasibleCandidate, prompts: int, known: list[OptionEnumerator]) -> FeasibleCandidate | None:
     """Return the placement with as many prompts a step, with its fastest settings; None if that does not fit.
 
-    ``known``: as of ``make_space``.
+    ``known``: enumerators of options of earlier spaces, which are used again and added to.
     """
     larger, candidate = _larger_space(item, prompts, known), item.candidate
     if larger is None:

@@ -13,7 +13,7 @@ from flexrlhf.guideline.simulation.usage_text import usage_lines
 
 
 def format_operator_advice(advice: OperatorAdvice, source: CostSource, prices: Prices | None = None) -> str:
-    """Return the whole report; arguments as of ``format_advice``."""
+    """Return the whole report. ``source``: of the seconds. ``prices``: of devices; None: no money is printed."""
     plan, seconds = advice.plan, advice.simulation.seconds
     found = advice.result
     usage = "\n".join(usage_lines(usage_of(advice.simulation, prices)))

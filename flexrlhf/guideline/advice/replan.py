@@ -82,8 +82,9 @@ def replan(
 
     restart_seconds:  time that a restart takes
     written:          the run's YAML, whose settings stay; None: settings of models are chosen again on known GPUs
-    seconds_limit:    work of the searches, as of ``advise``
-    margin:           as of ``advise``; None: by the accuracy of measurements
+    seconds_limit:    work of all searches together, in seconds that it takes on an ordinary core
+    margin:           share of the time by which a slower placement counts as equally fast; None: by the accuracy of
+                      measurements
     take:             kind of placements whose fastest is compared; None: the one to use
 
     Raises UserError if no placement fits, or the numbers of the run would be others under it.

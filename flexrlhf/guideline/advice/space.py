@@ -195,7 +195,7 @@ class Space(SearchedStep):
 
     @cached_property
     def _steps_kept(self) -> int:
-        """Steps whose rows a rank keeps next to those of the newest, as of ``Plan.row_bytes_in_flight``."""
+        """Steps whose rows a rank keeps next to those of the newest: they are not trained on yet, or carried on."""
         carried = [run.lag + 1 for run in self.sketch.runs if run.operator.carries]
         return max(self.spec.schedule.lag, *carried, 0)
 
@@ -269,8 +269,8 @@ def make_space(
     """Return the space of ``spec`` without shadows. Raises UserError for models or devices that no plan could have.
 
     lengths:       tokens of prompts and responses; None: the longest.
-    pending:       as of ``make_plan``.
-    obstacle:      as of ``make_plan``.
+    pending:       directory → model, for models that an earlier run of the command will write there.
+    obstacle:      why vLLM cannot generate, if that follows from an earlier run.
     of_operators:  whether operators will be placed, so that a role may generate with another engine than its own.
     known:         enumerators of earlier spaces: one with the same options is used, else this space's is added.
     """

@@ -91,7 +91,7 @@ def decode_phases(
 ) -> Iterator[DecodePhase]:
     """Yield the phases of decoding ``rows`` rows, at most ``together`` at once.
 
-    is_exact:  as of ``Call``.
+    is_exact:  whether ``responses`` are the lengths of these very rows.
     replicas:  with as many rows each, which wait for the longest of all.
     """
     together = max(1, min(rows, together))

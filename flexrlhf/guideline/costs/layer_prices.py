@@ -209,7 +209,7 @@ class LayerPrices:
         return (1 - share) * lacking[0] + share * lacking[1]
 
     def of(self, sliced: SlicedModel, width: float | None = None) -> ModelPrices:
-        """Return the times of a model. ``width``: as of ``SlicedModel``, of the measured calls."""
+        """Return the times of a model. ``width``: tokens of a row in the measured calls."""
         low, high, share = self._between(sliced.tp)
         width = width or self.times.row or self.times.width
         parts = {

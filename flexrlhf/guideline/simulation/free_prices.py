@@ -98,7 +98,9 @@ def free_generation(
 ) -> tuple[Cost, tuple[LateRow, ...]]:
     """Return the time of a generation of ``episodes``, and the rows that it carries before their replies.
 
-    call:  generation of whole responses by the replica; ``keeps`` and ``carries`` as of ``free_times``.
+    call:     generation of whole responses by the replica.
+    keeps:    whether keys and values are kept from turn to turn, so that a turn reads the reply alone.
+    carries:  whether it ends when nothing is left but rows whose replies are late and that have a later generation.
     """
     pace = CallPace(costs, call, mesh, call.prompt + max(call.responses))
     batching = profile_of(DECODERS, call.engine).batching

@@ -182,7 +182,8 @@ def lengths_for(
     """Return prompts of the maximum length and responses of ``mean_response`` tokens: exponentially distributed with
     that mean, truncated at the longest. Without it the lengths in the data, if that exists already; else the longest.
 
-    ``pending``: as of ``make_plan``. Raises UserError for a mean that no responses can have.
+    ``pending``: models that an earlier run of the command will write, by directory. Raises UserError for a mean that no
+    responses can have.
     """
     longest = spec.data.max_response_tokens
     paths = [spec.data.path] if spec.data.path is not None else [source.path for source in spec.data.sources]

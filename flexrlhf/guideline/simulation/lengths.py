@@ -63,7 +63,8 @@ def expected_lengths(spec: Spec, text: str | None, mean_response: float | None =
 
 
 def named_lengths(text: str, longest: int, name: str) -> tuple[float, ...]:
-    """Return a sample of the response lengths that ``text`` names, as of ``expected_lengths``.
+    """Return a sample of the response lengths that ``text`` names: a number of tokens, ``heavy-tail:MEAN``, a file with
+    lengths, or the directory or metrics of a run.
 
     longest:  the most tokens of a response of the run ``name``.
     """

@@ -43,7 +43,8 @@ def format_simulation(simulation: Simulation, source: CostSource, prices: Prices
 
 
 def format_prediction(simulation: Simulation, source: CostSource, prices: Prices | None = None) -> str:
-    """Return the short text of a simulation, which ends that of its plan; arguments as of ``format_simulation``."""
+    """Return the short text of a simulation, which ends that of its plan. ``source``: of the predicted time.
+    ``prices``: of devices; None: no money is printed."""
     return "\n".join(_titled(f"predicted, by {source.name}", _speed(simulation, source, prices)))
 
 

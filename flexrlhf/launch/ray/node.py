@@ -123,7 +123,8 @@ class RayNode:
         return f"runs: {paths} on {sides.other} is not that of {sides.first}; {mounted}"
 
     def start(self, orders: str, nodes: int, node: int, endpoint: str, attempt: int) -> None:
-        """Start the launcher of this node. ``endpoint``, ``attempt``: as of ``launch_node``."""
+        """Start the launcher of this node. ``endpoint``: where the launchers meet. ``attempt``: its number,
+        from 0."""
         (self._files / "orders.json").write_text(orders)
         # this thread is the actor's main one, which ends with the process: the kernel kills the launcher with it
         self._launcher = subprocess.Popen(
