@@ -25,7 +25,7 @@ from flexrlhf.engines.base import Batch
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
-from flexrlhf.runs.resume import ORDERS, RunOrder
+from flexrlhf.runs.resume import RunOrder
 from flexrlhf.runs.run_directory import RunDirectory
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -98,7 +98,7 @@ def peak_on_accelerator(directory: Path, number: int, plan: Plan) -> int:
     texts = {"prompt": " ".join(WORDS[: PROMPT - 1]), "response": " ".join(WORDS[n % len(WORDS)] for n in range(count))}
     (directory / f"{number}.jsonl").write_text("\n".join([json.dumps(texts)] * 2 * TEXTS))
     RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
-    (directory / "orders").write_bytes(ORDERS.dump_json([RunOrder(plan.spec)]))
+    (directory / "orders").write_text(RunOrder.to_json([RunOrder(plan.spec)]))
     library = host_accelerator.built(directory)
     run_ranks("accelerator_ranks", library, directory / "orders", number=plan.placement.num_ranks, seconds=1800)
     events = json.loads((plan.spec.directory / "timeline.json").read_text())["traceEvents"]
