@@ -13,7 +13,7 @@ import pytest
 import yaml
 from click.testing import Result
 from small_runs import TINY
-from test_data import FIXTURES, REAL_DATA, WordTokenizer, write_jsonl
+from test_data import FIXTURES, WordTokenizer, write_jsonl
 from typer.testing import CliRunner
 
 from flexrlhf.cli import app
@@ -29,6 +29,7 @@ from flexrlhf.operators.graph import Needs
 from flexrlhf.plan.data_report import DataReport, quantile
 from flexrlhf.plan.run_data import DataSource
 
+REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
 ROWS = [{"prompt": "a b", "response": "c d e"}, {"prompt": "a b c d", "response": "e"}, {"prompt": "a", "response": ""}]
 LIMITS = TokenLimits(max_prompt=3, max_response=3, long_prompts="drop")
 
