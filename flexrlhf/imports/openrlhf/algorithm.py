@@ -71,7 +71,7 @@ def put_algorithm(out: Translation, job: JobSettings) -> str:
 
 
 def _clip(out: Translation, job: JobSettings, name: str) -> None:
-    """Write the bounds of scores, if they are symmetric; of scores before a baseline, which OpenRLHF clips behind it."""
+    """Write the bounds of scores, if they are symmetric; of scores before a baseline, OpenRLHF's are behind it."""
     both = job.listed("reward.clip_range")
     ends = [] if both is None else [read_scalar(each) for each in names_of(both.value)]
     if len(ends) == 2 and all(isinstance(end, int | float) for end in ends) and 0 < ends[1] == -ends[0]:
