@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from flexrlhf.engines.skeletons import Skeleton
     from flexrlhf.launch.devices import choose_device
     from flexrlhf.launch.failures import FailureReporter
-    from flexrlhf.launch.joined_rank import joined_rank
+    from flexrlhf.launch.joined_rank import joined_rank, limit_threads
     from flexrlhf.launch.local import LocalLauncher
     from flexrlhf.launch.rendezvous import NodeRendezvous
     from flexrlhf.launch.start import end_between_attempts, launch, run_on_ranks

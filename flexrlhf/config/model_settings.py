@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from os.path import realpath
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -277,6 +279,18 @@ class ModelSpec(StrictModel):
     offload_parameters: bool = Field(False, description="keep ZeRO-3 shards in host memory between passes")
     config: dict[str, Any] = Field(default_factory=dict, description="further settings of DeepSpeed, by their names")
     shadow: ShadowSpec | None = Field(None, description="settings in which this role's shadow differs")
+
+    def earlier(self, pending: Mapping[Path, ModelSpec]) -> ModelSpec | None:
+        """Return the model of an earlier run of the command that is to write this one's directory.
+
+        pending:  directories that earlier runs are to write, and the models in them.
+        """
+        return None if self.path is None else pending.get(Path(realpath(self.path)))
+
+    def origin(self, pending: Mapping[Path, ModelSpec]) -> ModelSpec:
+        """Return the model that this one starts from, through earlier runs of the command."""
+        earlier = self.earlier(pending)
+        return self if earlier is None else earlier.origin(pending)
 
     @property
     def facts(self) -> EngineFacts:

@@ -7,15 +7,16 @@ power of two.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from flexrlhf.engines.base import Engine
+from flexrlhf.engines.base import Engine, MemoryUsage
 from flexrlhf.engines.copy_streams import CopyStreams
 
 
@@ -143,9 +144,35 @@ class HostOffload:
 
 
 class Lender(Engine):
-    """An engine that lends its weights to a copy; ``Engine`` in engines/base.py documents the methods."""
+    """An engine that goes to host memory and lends its weights to a copy; ``Engine`` in engines/base.py documents the
+    methods."""
 
     _host_offload: HostOffload
+    _usage_at_offload: MemoryUsage | None = None
+
+    def weights_changed(self) -> None:
+        """Do nothing: every pass reads the weights."""
+
+    def memory_usage(self) -> MemoryUsage:
+        if self._usage_at_offload is not None:
+            return replace(self._usage_at_offload, host=self._host_offload.num_bytes)
+        return self._usage()
+
+    def offload(self, keeps: bool = True, changed: bool = True) -> None:
+        self._usage_at_offload = self.memory_usage()
+        self._host_offload.offload(self._tensors(), keeps, changed)
+
+    def reload(self) -> None:
+        self._host_offload.reload()
+        self._usage_at_offload = None
+
+    @abstractmethod
+    def _usage(self) -> MemoryUsage:
+        """Return ``memory_usage`` of an engine on its device."""
+
+    @abstractmethod
+    def _tensors(self) -> list[Tensor]:
+        """Return what is offloaded: weights and the state of training."""
 
     def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
         lendable = self._lendable()

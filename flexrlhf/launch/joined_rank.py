@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.launch.failures import ErrorReport
 from flexrlhf.launch.lifetime import end_with_launcher
 from flexrlhf.launch.rank_watch import RankWatch
+
+
+def limit_threads() -> None:
+    """Give this rank as many threads as it has cores of its machine, unless ``OMP_NUM_THREADS`` says how many."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 @contextmanager

@@ -21,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 from flexrlhf.comm.mailbox import Mailbox
 from flexrlhf.comm.world import World, open_world
 from flexrlhf.config.job_secret import JobSecret
@@ -30,6 +28,7 @@ from flexrlhf.display.events import EventSender
 from flexrlhf.display.plain_lines import open_events
 from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch.failures import ErrorReport
+from flexrlhf.launch.joined_rank import limit_threads
 from flexrlhf.launch.rank_watch import RankWatch
 from flexrlhf.launch.shared_directories import OWN
 from flexrlhf.plan.pipeline import make_plans
@@ -61,8 +60,7 @@ def work(
     launched:     when the launcher began to start this rank, in seconds since the epoch; None: now.
     """
     launched = launched or time.time()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    limit_threads()
     first, timeout_seconds = orders[0].spec, max(order.spec.timeout_seconds for order in orders)
     if any(order.spec.debug.deterministic for order in orders):
         # read when cuBLAS starts

@@ -44,10 +44,7 @@ END_SECONDS = 30.0
 SHARED_MEMORY = Path("/dev/shm")
 _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_LIMITS = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
+_LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 """Files with the limit of a container and its usage, of both versions of control groups."""
 UNLIMITED_BYTES = 2**50
 """Bytes from which a limit of memory is none."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transformers
 
 from flexrlhf.api import Layout, ParallelDims, PlacedModel, Plan, Spec, make_plan, process_directory, read_yaml
-from flexrlhf.api.engine import DTYPES, BareRank, LoadedModel, joined_rank
+from flexrlhf.api.engine import DTYPES, BareRank, LoadedModel, joined_rank, limit_threads
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
 from flexrlhf.measure.layer_calls import SlimModel, measure_embedding, measure_slim
 from flexrlhf.measure.layer_split import SlimTimes, layer_times, update_times
@@ -51,8 +51,7 @@ def measure(specs: Sequence[Spec], lengths: Sequence[LengthSample], seconds: flo
     seconds:  time of all measurements; longer where calls are slow, each of which is made three times
     most_tp:  tensor-parallel ranks of the smallest slices
     """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    limit_threads()
     seconds_of_waits = specs[0].timeout_seconds
     with joined_rank(specs[0].cluster.device, seconds_of_waits) as world:
         plans = [make_plan(spec) for spec in specs]

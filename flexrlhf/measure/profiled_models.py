@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import realpath
-from pathlib import Path
 
 from flexrlhf.api import (
     EngineFacts,
@@ -134,9 +132,7 @@ def _slices(model: ModelSpec, shape: ModelShape, most: int) -> tuple[int, ...]:
 def _origin(model: ModelSpec, command_plans: Sequence[Plan]) -> ModelSpec:
     """Return the model that ``model`` starts from, through the runs of the command that write its weights."""
     pending = {path: plan.model(role) for plan in command_plans for path, role in plan.outputs.items()}
-    while model.path is not None and Path(realpath(model.path)) in pending:
-        model = pending[Path(realpath(model.path))]
-    return model
+    return model.origin(pending)
 
 
 def profiled_models(plan: Plan, most_tp: int = 1) -> list[ProfiledModel]:

@@ -53,6 +53,12 @@ class RankMemory:
         return resting if self.peak is None else self.peak.total
 
     @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the models' tensors at the end of a run, as far as they are known: transient copies are released."""
+        states = (state for state in self.states.values() if state is not None and not state.transient)
+        return sum(state.weights + state.gradients + state.optimizer + state.host for state in states)
+
+    @property
     def process_bytes(self) -> int:
         """Peak bytes of a rank on CPU, whose device memory is host memory."""
         return max((phase.total + phase.host for phase in self.phases), default=self.peak_bytes)

@@ -149,11 +149,8 @@ def measured_memory(plan: Plan, facts: Mapping[str, Any], width: int = WIDTH) ->
 
 
 def _tensors(memory: RankMemory, tensors: TensorBytes) -> str:
-    # a run ends with its transient copies released
-    states = [state for state in memory.states.values() if state is not None and not state.transient]
-    planned = sum(state.weights + state.gradients + state.optimizer + state.host for state in states)
     measured = sum(size for sizes in tensors.values() for key, size in sizes.items() if key != "host")
-    known = bytes_text(planned if None not in memory.states.values() else None)
+    known = bytes_text(memory.tensor_bytes if None not in memory.states.values() else None)
     return f"tensors of models {known} planned, {bytes_text(measured)} allocated"
 
 

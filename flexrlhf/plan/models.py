@@ -278,9 +278,9 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
         model = spec.models.of(role)
         assert model is not None, f"{role} is resolved"
         lora, new_head, saved, saved_later = model.lora, role in graph.trained or model.new_head, None, False
-        while model.path is not None and Path(realpath(model.path)) in pending:
+        while (earlier := model.earlier(pending)) is not None:
             # the files that the earlier run starts from may lack a head that it trains and writes
-            model, new_head, saved_later = pending[Path(realpath(model.path))], True, True
+            model, new_head, saved_later = earlier, True, True
             saved = saved or (None if model.save_dtype == "auto" or model.lora else model.save_dtype)
         is_sampled = role == graph.generated and spec.guards.sampled_logprobs == "stop"
         check_family(role, read_config(role, model), heads_of(graph)[role], is_sampled)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.strategies.instructions import Instruction, Move, Run, Sync
+from flexrlhf.text import bytes_text
 from flexrlhf.weights.shards import part_elements
 from flexrlhf.weights.sync_plan import SyncPlan
 
@@ -50,6 +51,12 @@ class SentBytes:
     weights: float = 0.0
     gradients: float = 0.0
     passes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        named = {"rows": self.rows, "weights": self.weights, "gradients": self.gradients}
+        parts = [f"{bytes_text(round(size))} of {name}" for name, size in named.items() if size]
+        parts += [f"shards of {name} in every pass" for name in self.passes]
+        return ", ".join(parts) or "nothing"
 
 
 @dataclass(frozen=True)

@@ -83,11 +83,8 @@ def _between_nodes(plan: Plan) -> Iterator[str]:
     for node, sent in plan.traffic.sent.items():
         groups[sent].append(node)
     for sent, nodes in groups.items():
-        named = {"rows": sent.rows, "weights": sent.weights, "gradients": sent.gradients}
-        parts = [f"{bytes_text(round(size))} of {name}" for name, size in named.items() if size]
-        parts += [f"shards of {name} in every pass" for name in sent.passes]
         which = f"{'node' if len(nodes) == 1 else 'each of nodes'} {span_of(tuple(nodes))}"
-        yield f"{which} sends {', '.join(parts) or 'nothing'}"
+        yield f"{which} sends {sent}"
 
 
 def _without_cluster(plan: Plan) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import lcm
-from os.path import realpath
 from pathlib import Path
 
 from flexrlhf.config.algorithms.base import ImportanceSpec
@@ -98,9 +97,7 @@ def _family(spec: Spec, role: str, pending: Mapping[Path, ModelSpec]) -> str:
     """Return the family of the model that generates."""
     model = spec.models.of(role)
     assert model is not None, f"{role} is resolved"
-    while model.path is not None and Path(realpath(model.path)) in pending:
-        model = pending[Path(realpath(model.path))]
-    return str(read_config(role, model)["model_type"])
+    return str(read_config(role, model.origin(pending))["model_type"])
 
 
 def _with_transformers(spec: Spec, obstacle: str) -> Spec:

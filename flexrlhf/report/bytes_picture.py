@@ -137,8 +137,5 @@ def between_nodes(plan: Plan) -> list[tuple[str, str]]:
         return []
     groups: dict[str, list[int]] = defaultdict(list)
     for node, sent in plan.traffic.sent.items():
-        named = {"rows": sent.rows, "weights": sent.weights, "gradients": sent.gradients}
-        parts = [f"{bytes_text(round(size))} of {name}" for name, size in named.items() if size]
-        parts += [f"shards of {name} in every pass" for name in sent.passes]
-        groups[", ".join(parts) or "nothing"].append(node)
+        groups[str(sent)].append(node)
     return [(span_of(tuple(nodes)), text) for text, nodes in groups.items()]

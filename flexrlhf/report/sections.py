@@ -186,10 +186,8 @@ def _memory_table(plan: Plan, contents: RunContents) -> Table | None:
         if rank >= plan.placement.num_ranks:
             continue
         memory = plan.memories[rank]
-        states = [state for state in memory.states.values() if state is not None and not state.transient]
-        planned = sum(state.weights + state.gradients + state.optimizer + state.host for state in states)
         peak = memory.process_bytes if is_cpu else memory.peak_bytes
-        sizes = (planned, tensors.get(rank), peak, peaks[rank])
+        sizes = (memory.tensor_bytes, tensors.get(rank), peak, peaks[rank])
         rows.append((str(rank), *(bytes_text(size) for size in sizes)))
     head = ("rank", "tensors planned", "tensors counted", "peak planned", "peak measured")
     return Table(head, tuple(rows), "Planned and measured")

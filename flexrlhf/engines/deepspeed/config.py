@@ -68,11 +68,7 @@ zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_wei
 OTHER_KEYS, OTHER_ZERO_KEYS = frozenset(_OTHER_KEYS.split()), frozenset(_OTHER_ZERO_KEYS.split())
 """Other keys of DeepSpeed 0.19.8, at the top and under ``zero_optimization``. It ignores unknown top-level keys."""
 
-_OTHER_PARTITIONS = (
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-)
+_OTHER_PARTITIONS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 def deepspeed_config(settings: ModelSpec, trained: bool) -> dict[str, Any]:

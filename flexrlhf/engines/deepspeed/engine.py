@@ -153,7 +153,6 @@ class DeepSpeedEngine(Lender):
         lockstep = placed.trained or placed.in_lockstep
         self._passes = Passes.of(context, self._model, self._engine, head, lockstep)
         self._host_offload = HostOffload(context.device, context.copies)
-        self._usage_at_offload: MemoryUsage | None = None
         self._gradient_bytes = 0
 
     def _make_optimizer(self, num_updates: int) -> ScheduledOptimizer:
@@ -332,9 +331,6 @@ class DeepSpeedEngine(Lender):
         for name, values in weights.items():
             own[name].copy_(values.view(own[name].shape))
 
-    def weights_changed(self) -> None:
-        """Do nothing: every pass reads the weights."""
-
     @contextmanager
     def _gathering(self) -> Iterator[None]:
         """Free the weights that the passes inside have gathered, which DeepSpeed would keep for a next pass."""
@@ -361,20 +357,13 @@ class DeepSpeedEngine(Lender):
         self._optimizer.num_updates = int(numbers["updates"])
         load_loss_scale(self._engine.optimizer, numbers)
 
-    def memory_usage(self) -> MemoryUsage:
-        if self._usage_at_offload is not None:
-            return replace(self._usage_at_offload, host=self._host_offload.num_bytes)
+    def _usage(self) -> MemoryUsage:
         weights, optimizer = storage_bytes(self._stored()), storage_bytes(self._optimizer_tensors())
         host = weights * self._settings.offload_parameters + optimizer * self._settings.offload_optimizer
         return MemoryUsage(weights, self._gradient_bytes, optimizer, host)
 
-    def offload(self, keeps: bool = True, changed: bool = True) -> None:
-        self._usage_at_offload = self.memory_usage()
-        self._host_offload.offload([*self._stored(), *self._optimizer_tensors(), *self._gradients()], keeps, changed)
-
-    def reload(self) -> None:
-        self._host_offload.reload()
-        self._usage_at_offload = None
+    def _tensors(self) -> list[Tensor]:
+        return [*self._stored(), *self._optimizer_tensors(), *self._gradients()]
 
     def close(self) -> None:
         with self._as_world():

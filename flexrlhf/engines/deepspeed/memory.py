@@ -10,16 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from flexrlhf.api import (
-    EngineBytes,
-    ModelShape,
-    ModelSpec,
-    Parameters,
-    PlacedModel,
-    State,
-    Units,
-    count_elements,
-)
+from flexrlhf.api import EngineBytes, ModelShape, ModelSpec, Parameters, PlacedModel, State, Units, count_elements
 from flexrlhf.engines.deepspeed.config import ELEMENTS
 
 

@@ -95,7 +95,6 @@ class MegatronEngine(Lender):
             stages=ranks.stages,
         )
         self._host_offload = HostOffload(context.device, context.copies)
-        self._usage_at_offload: MemoryUsage | None = None
 
     def generate(self, batch: Batch, sampling: Sampling, ahead: Sequence[Batch] = ()) -> dict[str, Tensor]:
         raise AssertionError("planning places generation on another engine")
@@ -129,9 +128,6 @@ class MegatronEngine(Lender):
             live = self._named[name].live
             live.copy_(values.view(live.shape))
 
-    def weights_changed(self) -> None:
-        """Do nothing: every pass reads the weights."""
-
     def training_state(self) -> TrainingState:
         tensors = self._trained.tensors(self._named)
         for of_kind in tensors.values():
@@ -142,9 +138,7 @@ class MegatronEngine(Lender):
     def load_numbers(self, numbers: Mapping[str, float]) -> None:
         self._trained.load_numbers(numbers)
 
-    def memory_usage(self) -> MemoryUsage:
-        if self._usage_at_offload is not None:
-            return replace(self._usage_at_offload, host=self._host_offload.num_bytes)
+    def _usage(self) -> MemoryUsage:
         update = self._update
         return MemoryUsage(
             weights=storage_bytes(self._parameters()),
@@ -152,14 +146,8 @@ class MegatronEngine(Lender):
             optimizer=storage_bytes(update.state_tensors()) if update else 0,
         )
 
-    def offload(self, keeps: bool = True, changed: bool = True) -> None:
-        self._usage_at_offload = self.memory_usage()
-        of_training = self._update.state_tensors() if self._update else []
-        self._host_offload.offload([*self._parameters(), *of_training], keeps, changed)
-
-    def reload(self) -> None:
-        self._host_offload.reload()
-        self._usage_at_offload = None
+    def _tensors(self) -> list[Tensor]:
+        return [*self._parameters(), *(self._update.state_tensors() if self._update else [])]
 
     def close(self) -> None:
         del self._stage, self._named, self._passes, self._update

@@ -61,7 +61,6 @@ class TorchEngine(Lender):
         self._shares_passes = placed.shares_passes
         self._passes = Passes.of(context, self._model, self._model, head, placed.in_lockstep)
         self._host_offload = HostOffload(context.device, context.copies)
-        self._usage_at_offload: MemoryUsage | None = None
         self._biases = self._passes.router_biases
         self._update = self._make_update(context, names) if placed.trained else None
         skeleton.checkpoint_layers(context)
@@ -172,9 +171,6 @@ class TorchEngine(Lender):
             target = local(own[name])
             target.copy_(values.view(target.shape))
 
-    def weights_changed(self) -> None:
-        """Do nothing: every pass reads the weights."""
-
     def training_state(self) -> TrainingState:
         assert self._update is not None, "this placed model is not trained"
         tensors: dict[str, dict[str, StateTensor]] = defaultdict(dict)
@@ -190,9 +186,7 @@ class TorchEngine(Lender):
         assert self._update is not None, "this placed model is not trained"
         self._update.load_numbers(numbers)
 
-    def memory_usage(self) -> MemoryUsage:
-        if self._usage_at_offload is not None:
-            return replace(self._usage_at_offload, host=self._host_offload.num_bytes)
+    def _usage(self) -> MemoryUsage:
         live = [local(parameter) for parameter in self._model.parameters()] + [*self._biases.values()]
         return MemoryUsage(
             weights=sum(tensor.nbytes for tensor in live),
@@ -200,14 +194,8 @@ class TorchEngine(Lender):
             optimizer=sum(tensor.nbytes for tensor in self._optimizer_tensors()),
         )
 
-    def offload(self, keeps: bool = True, changed: bool = True) -> None:
-        self._usage_at_offload = self.memory_usage()
-        live = [local(parameter) for parameter in self._model.parameters()]
-        self._host_offload.offload([*live, *self._optimizer_tensors()], keeps, changed)
-
-    def reload(self) -> None:
-        self._host_offload.reload()
-        self._usage_at_offload = None
+    def _tensors(self) -> list[Tensor]:
+        return [*map(local, self._model.parameters()), *self._optimizer_tensors()]
 
     def close(self) -> None:
         del self._model, self._passes, self._update, self._masters, self._biases

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexrlhf.api import Column
-from flexrlhf.api.engine import (
-    Batch,
-    Engine,
-    EngineContext,
-    Loss,
-    MemoryUsage,
-    Moments,
-    RowSource,
-    Sampling,
-    TrainingState,
-)
+from flexrlhf.api.engine import Batch, Engine, EngineContext, MemoryUsage, RowSource, Sampling
 from flexrlhf.engines.vllm.instance import VllmInstance
 from flexrlhf.engines.vllm.requests import (
     PartialResponse,
@@ -201,23 +191,10 @@ class VllmEngine(Engine):
             if self._responses.get(key) is response and not response.done:
                 self._responses[key] = self._due[key]
 
-    def forward(self, batch: Batch, columns: Sequence[Column], adapters: bool = True) -> dict[str, Tensor]:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("planning gives a rollout engine only generate")
 
-    def backward(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
-        raise AssertionError("planning gives a rollout engine only generate")
-
-    def step(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
-        raise AssertionError("planning gives a rollout engine only generate")
-
-    def losses(self, parts: Sequence[tuple[Batch, Loss]]) -> Moments:
-        raise AssertionError("planning gives a rollout engine only generate")
-
-    def training_state(self) -> TrainingState:
-        raise AssertionError("planning gives a rollout engine only generate")
-
-    def load_numbers(self, numbers: Mapping[str, float]) -> None:
-        raise AssertionError("planning gives a rollout engine only generate")
+    forward = backward = step = losses = training_state = load_numbers = _refuse
 
     def weights(self) -> dict[str, Tensor]:
         child = self._vllm.child

@@ -13,11 +13,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from flexrlhf.api import (
-    UserError,
-    model_sizes,
-    process_directory,
-)
+from flexrlhf.api import UserError, model_sizes, process_directory
 from flexrlhf.api.engine import EngineContext, frozen_files, load_frozen, read_adapters
 from flexrlhf.engines.vllm.child import ChildProcess, child_environment, starting
 from flexrlhf.engines.vllm.config import engine_arguments

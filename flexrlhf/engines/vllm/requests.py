@@ -107,13 +107,7 @@ def sampling_params(key: RequestKey, request: NewRequest, vocabulary: int, is_ex
         logprobs=0,
         detokenize=False,
         seed=None if is_exact else _seed(sampling.seed, sampling.step, row, *([first] if first else [])),
-        extra_args={
-            "seed": sampling.seed,
-            "step": sampling.step,
-            "row": row,
-            "first": first,
-            "ids": sampling.num_ids,
-        },
+        extra_args={"seed": sampling.seed, "step": sampling.step, "row": row, "first": first, "ids": sampling.num_ids},
         # stop strings are searched after every token
         output_kind=RequestOutputKind.DELTA if request.stops else RequestOutputKind.FINAL_ONLY,
     )

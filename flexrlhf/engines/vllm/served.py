@@ -15,11 +15,7 @@ from transformers import AutoConfig
 from flexrlhf.api import UserError
 from flexrlhf.api.engine import Sampling
 
-_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-}
+_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 CPU_CACHE_BYTES = 1 << 30
 """Memory of the KV cache on CPUs, of which vLLM would take a share of all memory."""
 MOST_LIKELIEST = 20
