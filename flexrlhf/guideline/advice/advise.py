@@ -20,7 +20,6 @@ from flexrlhf.guideline.advice.candidates import (
     RejectedCandidate,
     check,
     is_short_of_memory,
-    offload_sets,
     offloaded_spaces,
     ranked,
 )
@@ -355,7 +354,7 @@ def _full_spaces(base: Space) -> Iterator[tuple[str, Space]]:
         if full.leaner is not None:
             yield f"{label}, {LEAN}", full.leaner
         if not space.has_shadows:
-            yield from offloaded_spaces(full, offload_sets(full))
+            yield from offloaded_spaces(full)
 
 
 def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequence[Candidate], margin: float) -> None:
@@ -372,7 +371,7 @@ def _compare_offloaded(compared: PlacementComparison, plain: Space, others: Sequ
         compared.search(
             f"{label}, {LEAN}", replace(plain.leaner, limits=limits), _seeds(compared.proposed, plain.leaner)
         )
-    for label, offloaded in offloaded_spaces(space, offload_sets(space)):
+    for label, offloaded in offloaded_spaces(space):
         compared.search(label, offloaded, _seeds(others, offloaded))
 
 

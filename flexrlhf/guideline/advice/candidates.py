@@ -21,8 +21,6 @@ from flexrlhf.guideline.search.problem import Assignment, Choice, device_bytes
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 
 Method = Literal["guideline", "search", "usual"]
-OffloadSet = tuple[str, frozenset[str]]
-"""Name in tables, and the models that are in host memory while others compute."""
 
 
 @dataclass(frozen=True)
@@ -197,29 +195,20 @@ def _settings(spec: Spec) -> tuple[object, ...]:
     return spec.placement, spec.models, spec.rollout, spec.schedule
 
 
-def offload_sets(space: Space) -> tuple[OffloadSet, ...]:
-    """Return the sets of models that are tried: those that are not trained; all but one that a rollout engine on the
-    same devices follows; all, so that this one and the engine are there together only while weights are sent."""
+def offloaded_spaces(space: Space) -> Iterator[tuple[str, Space]]:
+    """Yield (label, space) with sets of models in host memory while others compute: those that are not trained; all but
+    one that a rollout engine on the same devices follows; all, so that this one and the engine are there together only
+    while weights are sent."""
     # a rollout engine has a sleep of its own
     names = (name for name in space.names if not name.is_rollout)
     idle = frozenset(name for name in names if any(space.sketch.switches(name)))
     frozen = frozenset(name for name in idle if name not in space.roles.trained)
     followed = frozenset() if space.has_shadows else frozenset(each.role for each in space.sketch.placement.followers)
-    sets: dict[frozenset[str], str] = {}
-    for name, members in (
-        ("frozen models offloaded", frozen),
-        ("idle models offloaded", idle - followed),
-        ("all models offloaded", idle),
-    ):
-        if members:
-            sets.setdefault(members, name)
-    return tuple((name, members) for members, name in sets.items())
-
-
-def offloaded_spaces(space: Space, sets: tuple[OffloadSet, ...]) -> Iterator[tuple[str, Space]]:
-    """Yield (label, space) with each of ``sets`` in host memory."""
-    for name, members in sets:
-        yield name, replace(space, offloaded=members)
+    sets = {"frozen models": frozen, "idle models": idle - followed, "all models": idle}
+    tried: dict[frozenset[str], str] = {}
+    for label, members in sets.items():
+        if members and tried.setdefault(members, label) == label:
+            yield f"{label} offloaded", replace(space, offloaded=members)
 
 
 def is_short_of_memory(space: Space, best: Assignment, seconds: float, margin: float) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from flexrlhf.api import ModelName, ModelSpec, Strategy
-from flexrlhf.guideline.advice.candidates import offload_sets, offloaded_spaces
+from flexrlhf.guideline.advice.candidates import offloaded_spaces
 from flexrlhf.guideline.advice.guideline_rules import (
     DISAGGREGATE,
     EVEN_PHASES,
@@ -109,7 +109,7 @@ def _colocated(space: Space, misses: Misses) -> GuidelineResult:
 
 def _with_idle_offloaded(space: Space, ranks: RanksByName, name: str, misses: Misses) -> GuidelineResult:
     """Return the placement on ``ranks``, with idle models in host memory if they do not fit otherwise."""
-    for label, variant in (("", space), *offloaded_spaces(space, offload_sets(space))):
+    for label, variant in (("", space), *offloaded_spaces(space)):
         found = _first_that_fits(variant, [ranks])
         if found is not None:
             whole = f"{name}, {label}" if label else name

@@ -14,11 +14,6 @@ from flexrlhf.guideline.advice.space import with_schedule
 from flexrlhf.guideline.simulation.variants import Variants
 
 
-def lags_to_try(most: int) -> list[int]:
-    """Return powers of two up to ``most``, and itself."""
-    return sorted({*(2**power for power in range(most.bit_length())), most} - {0})
-
-
 def with_larger_lags(
     feasible: Sequence[FeasibleCandidate], most: int
 ) -> tuple[list[FeasibleCandidate], list[RejectedCandidate]]:
@@ -30,7 +25,8 @@ def with_larger_lags(
     space = first.candidate.space
     variants = Variants(first.candidate.spec, space.costs, space.lengths, most)
     base = variants.simulate(1, space.spec.rollout.segment_tokens).seconds
-    for lag in lags_to_try(most)[1:]:
+    # powers of two up to the most, and itself
+    for lag in sorted({*(2**power for power in range(1, most.bit_length())), most}):
         lagging = with_schedule(space, space.spec.schedule.num_chunks, lag)
         name = first.candidate.name.replace("lag 1", f"lag {lag}")
         checked = check(Candidate("search", name, lagging, first.candidate.assignment))

@@ -6,14 +6,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from flexrlhf.api import ModelSpec, Strategy
-from flexrlhf.guideline.advice.candidates import Candidate, offload_sets, offloaded_spaces
-from flexrlhf.guideline.advice.proposals import (
-    TOO_LARGE,
-    Allowed,
-    Vector,
-    choose_settings,
-    vector_ranks,
-)
+from flexrlhf.guideline.advice.candidates import Candidate, offloaded_spaces
+from flexrlhf.guideline.advice.proposals import TOO_LARGE, Allowed, Vector, choose_settings, vector_ranks
 from flexrlhf.guideline.advice.request import PPO_ROLES
 from flexrlhf.guideline.advice.searched_step import is_allowed
 from flexrlhf.guideline.advice.sketch import SearchModel
@@ -59,7 +53,7 @@ def _usual(space: Space, name: str, vector: Vector, allowed: Allowed | None = No
     if ranks is None:
         return Candidate("usual", name, space, None, "these shares are no whole devices, or of several classes")
     assignment = choose_settings(space, ranks, allowed)
-    for label, variant in offloaded_spaces(space, offload_sets(space)) if assignment == TOO_LARGE else ():
+    for label, variant in offloaded_spaces(space) if assignment == TOO_LARGE else ():
         found = choose_settings(variant, ranks, allowed)
         if not isinstance(found, str):
             return Candidate("usual", f"{name}, {label}", variant, found)

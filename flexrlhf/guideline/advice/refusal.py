@@ -13,7 +13,6 @@ from flexrlhf.guideline.advice.candidates import (
     FeasibleCandidate,
     RejectedCandidate,
     check,
-    offload_sets,
     offloaded_spaces,
 )
 from flexrlhf.guideline.advice.request_changes import (
@@ -24,13 +23,7 @@ from flexrlhf.guideline.advice.request_changes import (
     request_changes,
 )
 from flexrlhf.guideline.advice.searched_step import is_allowed
-from flexrlhf.guideline.advice.space import (
-    Space,
-    make_space,
-    on_all_devices,
-    with_schedule,
-    with_syncs_in_turn,
-)
+from flexrlhf.guideline.advice.space import Space, make_space, on_all_devices, with_schedule, with_syncs_in_turn
 from flexrlhf.guideline.search.assignments import ROUNDING
 from flexrlhf.guideline.search.branch_and_bound import search
 from flexrlhf.guideline.search.problem import UNLIMITED, MeshShape, SearchProblem
@@ -59,7 +52,7 @@ def last_resort(base: Space, tries: Iterator[int] | None = None) -> FeasibleCand
         if not _each_fits(space):
             continue
         # as many models in host memory as may be, then fewer, then none
-        for name, variant in (*reversed([*offloaded_spaces(space, offload_sets(space))]), ("memory full", space)):
+        for name, variant in (*reversed([*offloaded_spaces(space)]), ("memory full", space)):
             if next(tries, None) is None:
                 return None
             is_colocated = space.spec.schedule.strategy == Strategy.COLOCATED
