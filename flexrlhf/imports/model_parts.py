@@ -26,6 +26,8 @@ _OTHERS = ("embed_tokens", "lm_head", "wte", "embed_out", "output_layer", "word_
 """Layers that have no adapters here."""
 ADAPTERS = "adapters have rank, alpha and targets; there is no dropout, and nothing else is trained"
 NO_MEGATRON = "of a model with experts torch with shards and expert-parallel ranks stands for Megatron"
+SPLITS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+"""Settings of Megatron that split a model over ranks, by the name here."""
 NO_SPLIT = "shards and expert-parallel ranks of torch stand for Megatron's splits"
 UNKNOWN = "the model's experts are not known by its name: router_aux_loss_coef, router_z_loss_coef"
 

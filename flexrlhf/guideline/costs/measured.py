@@ -145,13 +145,13 @@ class MeasuredCosts:
         dp = mesh.copies if mesh.copies in times.update else min(times.update)
         update = times.update[dp].seconds(_trained_bytes(call, mesh), call.model.layers / mesh.pp)
         parts = _through(stages, passes)
-        parts |= {"optimizer": update, "gradients": self._reduce(call, mesh, times, dp)}
+        parts |= {"optimizer": update, "gradients": self._reduce(call, mesh, dp)}
         if call.offload_activations:
             size = call.item * call.model.hidden * tokens * call.model.layers / mesh.pp
             parts["host"] = 2 * passes * self.measured.switch.seconds(int(size))
         return {name: call.updates * seconds for name, seconds in parts.items()}
 
-    def _reduce(self, call: Call, mesh: Mesh, times: ModelTimes, dp: int) -> float:
+    def _reduce(self, call: Call, mesh: Mesh, dp: int) -> float:
         """Return the time of one sum of gradients over replicas, beyond the sum over ``dp`` that measured updates
         include."""
         line, ranks = self.measured.reduce, self.measured.machine.ranks

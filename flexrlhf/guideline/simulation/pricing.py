@@ -19,7 +19,6 @@ from flexrlhf.api import (
     Lengths,
     ModelShape,
     Move,
-    Operator,
     PlacedModel,
     Plan,
     Run,
@@ -61,7 +60,7 @@ class Pricer:
         """Return the time of one execution of ``instruction``."""
         match instruction:
             case Run():
-                return self._operator(instruction.operator, self.plan.placement[instruction.model], instruction)
+                return self._operator(instruction)
             case Move():
                 return self._move(instruction)
             case Sync():
@@ -116,7 +115,8 @@ class Pricer:
         plan = self.plan
         return CallMaker(plan.batch, plan.lengths, self.lengths, plan.spec.algorithm.epochs)
 
-    def _operator(self, operator: Operator, model: PlacedModel, run: Run) -> Cost:
+    def _operator(self, run: Run) -> Cost:
+        operator = run.operator
         if operator.call is None:
             batch = self.plan.batch
             rows_of = replica_rows(attempt_shape(batch, run), run.layout, run.mini_batches)

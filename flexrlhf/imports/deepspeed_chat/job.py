@@ -58,7 +58,7 @@ def translate(out: Translation, launch: Launch, folders: Sequence[str]) -> None:
     put_length(out, None, job.number("num_train_epochs"), "num_train_epochs=1")
     put_seed(out, job, "seed")
     put_loggers(out, job, {"tensorboard": job.truth("enable_tensorboard")}, {})
-    tokens = _rlhf(out, job, devices, name) if is_rlhf else _supervised(out, job, devices, name)
+    tokens = _rlhf(out, job, devices) if is_rlhf else _supervised(out, job, devices, name)
     data, count = job.get("data_path"), nodes.value if nodes else 1
     put_data(out, data and Setting(data.key, str(data.value).split()), "data/train.jsonl")
     put_cluster(out, [(count, devices // count)], nodes, per_node or "assumed")
@@ -68,7 +68,7 @@ def translate(out: Translation, launch: Launch, folders: Sequence[str]) -> None:
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
-def _rlhf(out: Translation, job: JobSettings, devices: int, name: str) -> int:
+def _rlhf(out: Translation, job: JobSettings, devices: int) -> int:
     rows, accumulated = (job.known(key) for key in ("per_device_generation_batch_size", "gradient_accumulation_steps"))
     batches = job.count("generation_batches")
     rounds = batches.value if batches else 1

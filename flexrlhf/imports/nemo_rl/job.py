@@ -10,6 +10,7 @@ from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_
 from flexrlhf.imports.model_parts import (
     NO_MEGATRON,
     NO_SPLIT,
+    SPLITS,
     has_experts,
     put_expert_ranks,
     put_lora,
@@ -279,7 +280,7 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
     if precision is not None and precision.value in ("bfloat16", "float16", "float32"):
         out.put_same("models.all.dtype", precision)
     if is_megatron:
-        prefix, sizes = f"{_P}megatron_cfg.", {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+        prefix, sizes = f"{_P}megatron_cfg.", SPLITS
         lora = f"{prefix}peft."
         enabled, shards = job.get(f"{prefix}enabled"), job.truth(f"{prefix}optimizer.use_distributed_optimizer")
         if has_experts(out):

@@ -51,7 +51,7 @@ def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
     elif not put_functions(out, job):
         put_scored_by_code(out, functions)
     _put_penalty(out, job, name)
-    _put_ratios(out, job, name)
+    _put_ratios(out, job)
     own: dict[str, str | tuple[str, ...]] = {
         "temperature": "temperature",
         "gamma": "gamma",
@@ -106,7 +106,7 @@ def _put_penalty(out: Translation, job: JobSettings, name: str) -> None:
         out.put("algorithm.kl.corrected", is_true(corrected.value), corrected)
 
 
-def _put_ratios(out: Translation, job: JobSettings, name: str) -> None:
+def _put_ratios(out: Translation, job: JobSettings) -> None:
     """Write the ratio and its bounds. CISPO's in TRL is at most ``epsilon_high`` and has no lower bound."""
     low, high = job.number("epsilon", "cliprange"), job.number("epsilon_high", "epsilon", "cliprange")
     delta, loss, level = job.number("delta"), job.get("loss_type"), job.get("importance_sampling_level")

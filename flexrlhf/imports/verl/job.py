@@ -6,7 +6,7 @@ from typing import Any
 
 from flexrlhf.api import PEERS, UserError
 from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
-from flexrlhf.imports.model_parts import put_lora, put_router_replay
+from flexrlhf.imports.model_parts import SPLITS, put_lora, put_router_replay
 from flexrlhf.imports.parts import (
     mini_batches,
     put_data,
@@ -25,7 +25,7 @@ from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.verl.algorithm import put_algorithm
 from flexrlhf.imports.verl.reasons import WITH_EFFECT, WITHOUT_EFFECT
 from flexrlhf.imports.verl.run import put_run, put_scores, put_supervised_columns
-from flexrlhf.imports.verl.splits import SPLITS, TYPES, put_engine, put_other_roles, put_saved_activations, put_splits
+from flexrlhf.imports.verl.splits import TYPES, put_engine, put_other_roles, put_saved_activations, put_splits
 
 _A, _R, _M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _SIZES = PEERS["verl"].trainers["ppo"].sizes
@@ -105,7 +105,7 @@ def _reinforced(out: Translation, job: JobSettings, program: str) -> None:
     elif cut is not None and cut.value in ("left", "right"):
         out.put("data.long_prompts", f"truncate-{cut.value}", cut)
     put_scores(out, job)
-    engine = put_engine(out, job, program)
+    engine = put_engine(out, job)
     _devices(out, job, program)
     put_splits(out, job, engine, _A)
     _micro_batch(out, job, tokens, "all", _A)
@@ -264,7 +264,7 @@ def _supervised(out: Translation, job: JobSettings) -> None:
     put_optimizer(out, job, "actor", _OPTIMIZER)
     sources = job.count("--nnodes", "trainer.nnodes"), job.count("--nproc_per_node", "trainer.n_gpus_per_node")
     put_cluster(out, [machines(out, job, *sources)], *sources)
-    put_splits(out, job, put_engine(out, job, "sft"), "engine.")
+    put_splits(out, job, put_engine(out, job), "engine.")
     rows, most = job.count("data.micro_batch_size_per_gpu"), job.count("data.max_token_len_per_gpu")
     most = most if job.truth("data.use_dynamic_bsz") else None
     put_micro_batch(out, rows, tokens, most)

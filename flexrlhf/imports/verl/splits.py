@@ -8,6 +8,7 @@ from flexrlhf.imports.device_parts import num_devices
 from flexrlhf.imports.model_parts import (
     NO_MEGATRON,
     NO_SPLIT,
+    SPLITS,
     has_experts,
     put_expert_ranks,
     put_lora,
@@ -27,11 +28,10 @@ TYPES = {
     "fp32": "float32",
     "float32": "float32",
 }
-SPLITS = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
 _OTHER_ENGINES = ("veomni", "torchtitan", "automodel", "mlite", "turbo")
 
 
-def put_engine(out: Translation, job: JobSettings, program: str) -> str:
+def put_engine(out: Translation, job: JobSettings) -> str:
     """Write the engine of all models and return it."""
     keys = ("model_engine", "engine", f"{_A}strategy", f"{_A}fsdp_config.strategy", "config-name")
     words = [each for key in keys if (each := job.get(key)) is not None]
