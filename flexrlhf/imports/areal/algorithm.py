@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexrlhf.imports.parts import put_overlong, put_reals
+from flexrlhf.imports import parts
 from flexrlhf.imports.ratio_bounds import put_cap, put_floor
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
@@ -144,7 +144,7 @@ def _returned(
     discount, decay = job.number("actor.discount"), job.number("actor.gae_lambda")
     if out.value("algorithm.name") == "ppo":
         own = {"gamma": "actor.discount", "gae_lambda": "actor.gae_lambda", "value_clip": "critic.eps_clip"}
-        put_reals(out, job, own)
+        parts.put_reals(out, job, own)
     elif discount is not None and decay is not None:
         # without values each token has the rewards behind it, times both for each step
         out.put("algorithm.gamma", float(f"{discount.value * decay.value:.10g}"), discount, decay)
@@ -152,7 +152,7 @@ def _returned(
 
 def _scores(out: Translation, job: JobSettings, has_critic: bool) -> None:
     """Write what changes a response's score."""
-    put_reals(out, job, {"reward_clip": "actor.reward_clip", "temperature": "gconfig.temperature"})
+    parts.put_reals(out, job, {"reward_clip": "actor.reward_clip", "temperature": "gconfig.temperature"})
     if (least := job.real("gconfig.min_new_tokens")) is not None and least.value >= 0:
         out.put("algorithm.min_response_tokens", int(least.value), least)
     for key, neutral in (("reward_scaling", 1), ("reward_bias", 0)):
@@ -162,7 +162,7 @@ def _scores(out: Translation, job: JobSettings, has_critic: bool) -> None:
     longest = job.count("gconfig.max_new_tokens")
     is_whole = tokens is not None and longest is not None and tokens.value == longest.value
     if job.truth("actor.overlong_reward_penalty") is not None and is_whole:
-        put_overlong(out, job.count("actor.overlong_tokens"), job.number("actor.overlong_penalty_factor"))
+        parts.put_overlong(out, job.count("actor.overlong_tokens"), job.number("actor.overlong_penalty_factor"))
         job.pass_over("by its length and factor", "actor.overlong_reward_penalty")
     if has_critic and (masked := job.truth("actor.mask_no_eos_with_zero")) is not None:
         out.put("algorithm.truncation", "bootstrap", masked)
@@ -194,7 +194,7 @@ def _ratio(out: Translation, job: JobSettings, of_sequence: Setting | None, name
     low, high = job.number("actor.eps_clip"), job.number("actor.eps_clip_higher")
     out.put_real("algorithm.clip_low", low)
     out.put_real("algorithm.clip_high", high or low)
-    put_reals(out, job, {"dual_clip": "actor.c_clip"})
+    parts.put_reals(out, job, {"dual_clip": "actor.c_clip"})
     if of_sequence is None:
         job.pass_over("ratios are of tokens", "actor.importance_sampling_level")
         return

@@ -9,31 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexrlhf.api import DeviceClass, Spec, UserError
+from flexrlhf.imports import device_parts, model_parts, parts, run_parts, score_parts
 from flexrlhf.imports.areal.algorithm import put_algorithm
 from flexrlhf.imports.areal.reasons import WITH_EFFECT, WITHOUT_EFFECT
-from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
-from flexrlhf.imports.model_parts import NO_MEGATRON, has_experts, put_expert_ranks, put_lora
-from flexrlhf.imports.parts import (
-    put_data,
-    put_lengths,
-    put_micro_batch,
-    put_model,
-    put_needed_model,
-    put_optimizer,
-    put_reals,
-    put_recomputation,
-    split_length,
-)
-from flexrlhf.imports.run_parts import (
-    drop_uses_of_rows,
-    put_checkpoints,
-    put_evaluation,
-    put_length,
-    put_loggers,
-    put_run_name,
-    put_seed,
-)
-from flexrlhf.imports.score_parts import put_scored_by_code
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 
@@ -106,23 +84,23 @@ def translate(out: Translation, job: JobSettings) -> None:
     out.note("AReaL's defaults are no preset here: settings that the file and this YAML leave out have this project's")
     role = "reward" if name == "reward" else "actor"
     out.put_same("algorithm.prompts_per_step", job.count("train_dataset.batch_size"))
-    model = put_needed_model(out, job, role, "actor.path", "model.path")
+    model = parts.put_needed_model(out, job, role, "actor.path", "model.path")
     if name == "ppo":
-        put_model(out, "critic", job.named("critic.path") or model)
+        parts.put_model(out, "critic", job.named("critic.path") or model)
     length = job.count("train_dataset.max_length") or Setting("train_dataset.max_length: none", 1024)
     if generates:
-        tokens = sum(put_lengths(out, length, job.count("gconfig.max_new_tokens")))
+        tokens = sum(parts.put_lengths(out, length, job.count("gconfig.max_new_tokens")))
     else:
-        tokens = split_length(out, length)
-    put_data(out, job.get("train_dataset.path"), "data/train.jsonl")
-    put_length(out, job.count("total_train_steps"), job.number("total_train_epochs"), "total_train_epochs=1")
+        tokens = parts.split_length(out, length)
+    parts.put_data(out, job.get("train_dataset.path"), "data/train.jsonl")
+    run_parts.put_length(out, job.count("total_train_steps"), job.number("total_train_epochs"), "total_train_epochs=1")
     _run(out, job)
-    put_optimizer(out, job, role, _OPTIMIZER)
+    parts.put_optimizer(out, job, role, _OPTIMIZER)
     if name == "ppo":
         keys = {key: tuple(each.replace("actor.", "critic.") for each in names) for key, names in _OPTIMIZER.items()}
-        put_optimizer(out, job, "critic", keys)
+        parts.put_optimizer(out, job, "critic", keys)
     if generates:
-        put_scored_by_code(out, job.get("reward_fn_path", "reward_fn"))
+        score_parts.put_scored_by_code(out, job.get("reward_fn_path", "reward_fn"))
     generator, trainer = job.get("rollout.backend"), job.get("actor.backend")
     if (allocation := job.get("allocation_mode")) is not None:
         first, *_, last = str(allocation.value).split("+") * 2
@@ -132,29 +110,29 @@ def translate(out: Translation, job: JobSettings) -> None:
     _devices(out, job, training, generating, trainer, generator)
     _engine(out, job, role, training, trainer)
     if name == "ppo":
-        put_micro_batch(out, None, tokens, job.count("critic.mb_spec.max_tokens_per_mb"), "critic")
+        parts.put_micro_batch(out, None, tokens, job.count("critic.mb_spec.max_tokens_per_mb"), "critic")
     if generating is not None and generator is not None:
         _rollout(out, job, generating, generator, tokens)
     job.pass_over("machines follow from the ranks of the engines", "cluster.n_nodes", "cluster.n_gpus_per_node")
-    drop_uses_of_rows(out, job)
+    run_parts.drop_uses_of_rows(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
 def _run(out: Translation, job: JobSettings) -> None:
     """Write the run's name, seed, loggers, evaluation, saved models and checkpoints."""
-    put_run_name(out, job, "trial_name", "experiment_name")
-    put_seed(out, job, "seed")
+    run_parts.put_run_name(out, job, "trial_name", "experiment_name")
+    run_parts.put_seed(out, job, "seed")
     mode = job.found.get("stats_logger.wandb.mode")
     switches = {
         "wandb": mode if mode is not None and mode.value != "disabled" else None,
         "tensorboard": job.get("stats_logger.tensorboard.path"),
     }
     own = {key: f"stats_logger.wandb.{key}" for key in ("project", "entity", "group", "mode")}
-    put_loggers(out, job, switches, {"wandb": own})
+    run_parts.put_loggers(out, job, switches, {"wandb": own})
     job.pass_over("it is off", *(["stats_logger.wandb."] if switches["wandb"] is None else []))
-    put_evaluation(out, job.get("valid_dataset.path"), job.count("evaluator.freq_steps"), {})
+    run_parts.put_evaluation(out, job.get("valid_dataset.path"), job.count("evaluator.freq_steps"), {})
     out.put_same("save.every", job.count("saver.freq_steps"))
-    put_checkpoints(out, job.count("recover.freq_steps"), None)
+    run_parts.put_checkpoints(out, job.count("recover.freq_steps"), None)
 
 
 def _supervised(out: Translation, job: JobSettings) -> str:
@@ -164,7 +142,7 @@ def _supervised(out: Translation, job: JobSettings) -> str:
     name = "dpo" if "dpo" in out.file or job.has("actor.beta") else name
     out.put("algorithm.name", name, kind or "the file's name")
     if name == "dpo":
-        put_reals(out, job, {"beta": "actor.beta"})
+        parts.put_reals(out, job, {"beta": "actor.beta"})
     return name
 
 
@@ -172,21 +150,21 @@ def _devices(
     out: Translation, job: JobSettings, training: Backend, generating: Backend | None, *sources: Setting | None
 ) -> None:
     nodes, per_node = job.count("cluster.n_nodes"), job.count("cluster.n_gpus_per_node")
-    count, devices = machines(out, job, nodes, per_node)
+    count, devices = device_parts.machines(out, job, nodes, per_node)
     lag = job.number("rollout.max_head_offpolicyness")
     if generating is None:
-        put_cluster(out, [(max(1, training.devices // devices), min(devices, training.devices))], *sources)
+        device_parts.put_cluster(out, [(max(1, training.devices // devices), min(devices, training.devices))], *sources)
         out.put("placement", None, "the model on all devices")
         return
     sizes = [training.devices, generating.devices]
     if sum(sizes) > count * devices:
-        put_cluster(out, [(count, devices)], nodes, per_node)
+        device_parts.put_cluster(out, [(count, devices)], nodes, per_node)
         why = f"{sum(sizes)} devices of both are more than {count * devices}: every model on all of them"
         out.put("placement", None, why)
         return
     numbers = [1 if sum(sizes) <= DeviceClass.PER_NODE else max(1, size // devices) for size in sizes]
     first, second = ((number, size // number) for number, size in zip(numbers, sizes, strict=True))
-    put_apart(out, first, second, *sources)
+    device_parts.put_apart(out, first, second, *sources)
     if lag is not None:
         out.put("schedule.lag", min(Spec.MAX_LAG, int(lag.value)), lag)
         if lag.value > Spec.MAX_LAG:
@@ -194,10 +172,10 @@ def _devices(
 
 
 def _engine(out: Translation, job: JobSettings, role: str, training: Backend, source: Setting | None) -> None:
-    mixes = has_experts(out)
+    mixes = model_parts.has_experts(out)
     is_megatron = training.engine == "megatron" and not mixes
     if training.engine == "megatron" and mixes:
-        out.drop(source, NO_MEGATRON)
+        out.drop(source, model_parts.NO_MEGATRON)
     out.put("models.all.engine", "megatron" if is_megatron else "torch", source)
     if training.engine not in ("megatron", "fsdp"):
         out.drop(source, f"{training.engine} is not here; torch with shards stands for it")
@@ -207,15 +185,15 @@ def _engine(out: Translation, job: JobSettings, role: str, training: Backend, so
         if size > 1 and not mixes:
             out.put(f"models.all.{key}", size, source)
     if source is not None:
-        put_expert_ranks(out, Setting(f"{source.key}={source.value}", training.experts))
+        model_parts.put_expert_ranks(out, Setting(f"{source.key}={source.value}", training.experts))
     if training.sizes["c"] > 1:
         out.drop(source, "a sequence is on one device, or on tensor-parallel ranks")
     dtype = job.get("actor.dtype")
     out.put("models.all.dtype", "bfloat16" if dtype is None else dtype.value, dtype or "bfloat16 (AReaL's default)")
-    put_recomputation(out, job.truth("actor.gradient_checkpointing"), "no actor.gradient_checkpointing")
+    parts.put_recomputation(out, job.truth("actor.gradient_checkpointing"), "no actor.gradient_checkpointing")
     if job.truth("actor.use_lora") is not None:
         rank, alpha = job.count("actor.lora_rank"), job.number("actor.lora_alpha")
-        put_lora(out, role, rank, alpha, job.listed("actor.target_modules"))
+        model_parts.put_lora(out, role, rank, alpha, job.listed("actor.target_modules"))
     out.put_same("models.all.micro_batch_tokens", job.count("actor.mb_spec.max_tokens_per_mb"))
 
 
@@ -226,4 +204,4 @@ def _rollout(out: Translation, job: JobSettings, generating: Backend, source: Se
     share = "vllm.gpu_memory_utilization" if generating.engine == "vllm" else "sglang.mem_fraction_static"
     rows = (out.value("algorithm.prompts_per_step") or 1) * (out.value("algorithm.samples_per_prompt") or 1)
     tp, pp = (Setting(f"{source.key}={source.value}", generating.sizes[key]) for key in "tp")
-    put_vllm(out, tp, pp, job.number(share), rows, tokens, generating.sizes["d"])
+    device_parts.put_vllm(out, tp, pp, job.number(share), rows, tokens, generating.sizes["d"])

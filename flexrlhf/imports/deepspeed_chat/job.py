@@ -6,23 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flexrlhf.imports import device_parts, model_parts, parts, run_parts
 from flexrlhf.imports.deepspeed_chat.reasons import WITH_EFFECT, WITHOUT_EFFECT
-from flexrlhf.imports.device_parts import put_cluster
 from flexrlhf.imports.launches import Launch, flags
-from flexrlhf.imports.model_parts import put_lora
-from flexrlhf.imports.parts import (
-    put_data,
-    put_decoded,
-    put_lengths,
-    put_micro_batch,
-    put_name,
-    put_needed_model,
-    put_optimizer,
-    put_reals,
-    put_recomputation,
-    split_length,
-)
-from flexrlhf.imports.run_parts import drop_uses_of_rows, put_length, put_loggers, put_seed
 from flexrlhf.imports.settings import JobSettings, Setting, read_scalar
 from flexrlhf.imports.translation import Translation
 
@@ -54,17 +40,17 @@ def translate(out: Translation, launch: Launch, folders: Sequence[str]) -> None:
         out.note(f"deepspeed takes all GPUs of the machine, whose number is not in the file: {devices} assumed")
     is_rlhf = job.has("actor_model_name_or_path")
     name = "ppo" if is_rlhf else "dpo" if "dpo" in step else "reward" if "step2" in step or "reward" in step else "sft"
-    put_name(out, "deepspeed-chat", name, "its main.py" if is_rlhf or not step else f"the folder {step}")
-    put_length(out, None, job.number("num_train_epochs"), "num_train_epochs=1")
-    put_seed(out, job, "seed")
-    put_loggers(out, job, {"tensorboard": job.truth("enable_tensorboard")}, {})
+    parts.put_name(out, "deepspeed-chat", name, "its main.py" if is_rlhf or not step else f"the folder {step}")
+    run_parts.put_length(out, None, job.number("num_train_epochs"), "num_train_epochs=1")
+    run_parts.put_seed(out, job, "seed")
+    run_parts.put_loggers(out, job, {"tensorboard": job.truth("enable_tensorboard")}, {})
     tokens = _rlhf(out, job, devices) if is_rlhf else _supervised(out, job, devices, name)
     data, count = job.get("data_path"), nodes.value if nodes else 1
-    put_data(out, data and Setting(data.key, str(data.value).split()), "data/train.jsonl")
-    put_cluster(out, [(count, devices // count)], nodes, per_node or "assumed")
+    parts.put_data(out, data and Setting(data.key, str(data.value).split()), "data/train.jsonl")
+    device_parts.put_cluster(out, [(count, devices // count)], nodes, per_node or "assumed")
     out.put("placement", None, "every model in every process")
     _engine(out, job, is_rlhf, "reward" if name == "reward" else "actor", tokens)
-    drop_uses_of_rows(out, job)
+    run_parts.drop_uses_of_rows(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
@@ -79,11 +65,11 @@ def _rlhf(out: Translation, job: JobSettings, devices: int) -> int:
         number = max(1, size // (training.value * accumulated.value * devices))
         out.put("algorithm.num_mini_batches", min(number, size), training, accumulated, rows)
     out.put_same("algorithm.epochs", job.count("ppo_epochs"))
-    put_needed_model(out, job, "actor", "actor_model_name_or_path")
-    put_needed_model(out, job, "reward", "critic_model_name_or_path")
-    tokens = sum(put_lengths(out, job.count("max_prompt_seq_len"), job.count("max_answer_seq_len")))
+    parts.put_needed_model(out, job, "actor", "actor_model_name_or_path")
+    parts.put_needed_model(out, job, "reward", "critic_model_name_or_path")
+    tokens = sum(parts.put_lengths(out, job.count("max_prompt_seq_len"), job.count("max_answer_seq_len")))
     for role in ("actor", "critic"):
-        put_optimizer(out, job, role, _optimizer(f"{role}_"))
+        parts.put_optimizer(out, job, role, _optimizer(f"{role}_"))
     tp = job.count("inference_tp_size")
     if (hybrid := job.truth("enable_hybrid_engine")) is not None:
         out.put("rollout.engine", "torch", hybrid)
@@ -91,7 +77,7 @@ def _rlhf(out: Translation, job: JobSettings, devices: int) -> int:
             out.put("rollout.tp", tp.value, tp)
     else:
         out.put("rollout.engine", "transformers", "no --enable_hybrid_engine")
-    put_decoded(out, rows, out.value("rollout.tp") or 1)
+    parts.put_decoded(out, rows, out.value("rollout.tp") or 1)
     return tokens
 
 
@@ -100,11 +86,11 @@ def _supervised(out: Translation, job: JobSettings, devices: int, name: str) -> 
     size = rows.value * accumulated.value * devices
     out.put("algorithm.prompts_per_step", size, rows, accumulated, f"{devices} devices")
     role = "reward" if name == "reward" else "actor"
-    put_needed_model(out, job, role, "model_name_or_path")
-    tokens = split_length(out, job.count("max_seq_len"))
-    put_optimizer(out, job, role, _optimizer(""))
+    parts.put_needed_model(out, job, role, "model_name_or_path")
+    tokens = parts.split_length(out, job.count("max_seq_len"))
+    parts.put_optimizer(out, job, role, _optimizer(""))
     if name == "dpo":
-        put_reals(out, job, {"beta": "beta"})
+        parts.put_reals(out, job, {"beta": "beta"})
     return tokens
 
 
@@ -127,7 +113,7 @@ def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens
     name = "bfloat16" if dtype is not None and dtype.value == "bf16" else "float16"
     out.put("models.all.dtype", name, dtype or "fp16 (its default)")
     recomputes = f"{prefix}gradient_checkpointing"
-    put_recomputation(out, job.truth(recomputes), f"no --{recomputes}")
+    parts.put_recomputation(out, job.truth(recomputes), f"no --{recomputes}")
     others = job.truth("critic_gradient_checkpointing") is not None
     if is_rlhf and others != out.value("models.all.activation_checkpointing"):
         source = f"{'' if others else 'no '}--critic_gradient_checkpointing"
@@ -141,8 +127,8 @@ def _engine(out: Translation, job: JobSettings, is_rlhf: bool, role: str, tokens
     roles = {"actor": "actor_lora_dim", "critic": "critic_lora_dim"} if is_rlhf else {role: "lora_dim"}
     for own, name in roles.items():
         rank = job.number(name)
-        put_lora(out, own, rank, alpha, None)
+        model_parts.put_lora(out, own, rank, alpha, None)
         if alone is None:
             out.drop(rank, "norms and embeddings are trained there, too: here the adapters alone")
     key = "per_device_training_batch_size" if is_rlhf else "per_device_train_batch_size"
-    put_micro_batch(out, job.known(key), tokens)
+    parts.put_micro_batch(out, job.known(key), tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.imports.parts import drop_cuts, put_overlong, put_reals
+from flexrlhf.imports import parts
 from flexrlhf.imports.settings import JobSettings
 from flexrlhf.imports.translation import Translation
 
@@ -45,7 +45,7 @@ def put_algorithm(out: Translation, job: JobSettings, section: str) -> str:
     if name == "ppo":
         prefix = "ppo.adv_estimator."
         own = {"gae_lambda": f"{prefix}gae_lambda", "gamma": f"{prefix}gae_gamma"}
-        put_reals(out, job, own | {"value_clip": "value_loss_fn.cliprange"})
+        parts.put_reals(out, job, own | {"value_clip": "value_loss_fn.cliprange"})
         whitened = job.truth(f"{prefix}normalize_advantages")
         out.put("algorithm.whiten", "batch" if whitened else "none", job.get(f"{prefix}normalize_advantages"))
     _loss(out, job)
@@ -68,13 +68,13 @@ def _loss(out: Translation, job: JobSettings) -> None:
         out.put("algorithm.kl.place", "reward" if in_reward else "loss", in_reward or "use_kl_in_reward: false")
         out.put_real("algorithm.kl.coefficient", penalty)
         out.put_same("algorithm.kl.estimator", estimator)
-        put_reals(out, job, clamps)
+        parts.put_reals(out, job, clamps)
     low = job.number("loss_fn.ratio_clip_min")
     if low is not None and low.value >= 1:
         out.drop(low, "a lower bound of the ratio is above 0: clip_low below 1")
     else:
         out.put_real("algorithm.clip_low", low)
-    put_reals(out, job, {"clip_high": "loss_fn.ratio_clip_max", "dual_clip": "loss_fn.ratio_clip_c"})
+    parts.put_reals(out, job, {"clip_high": "loss_fn.ratio_clip_max", "dual_clip": "loss_fn.ratio_clip_c"})
     tokens = job.get("loss_fn.token_level_loss")
     if tokens is not None:
         out.put("algorithm.loss_aggregation", "token-mean" if tokens.value else "seq-mean-token-mean", tokens)
@@ -101,8 +101,8 @@ def _loss(out: Translation, job: JobSettings) -> None:
 def _sampling(out: Translation, job: JobSettings, section: str, name: str) -> None:
     if (masked := job.truth(f"{section}.overlong_filtering")) is not None:
         out.put("algorithm.truncation", "mask", masked)
-    put_reals(out, job, {"temperature": f"{_G}temperature"})
-    drop_cuts(out, job.get(f"{_G}top_p"), job.get(f"{_G}top_k"))
+    parts.put_reals(out, job, {"temperature": f"{_G}temperature"})
+    parts.drop_cuts(out, job.get(f"{_G}top_p"), job.get(f"{_G}top_k"))
     filters = job.truth(f"{section}.use_dynamic_sampling")
     rounds = job.count(f"{section}.dynamic_sampling_max_gen_batches")
     if filters is not None and name in ("grpo", "gspo"):
@@ -110,4 +110,6 @@ def _sampling(out: Translation, job: JobSettings, section: str, name: str) -> No
     prefix = f"{section}.reward_shaping."
     job.pass_over("the longest response is data.max_response_tokens", f"{prefix}max_response_length")
     if job.truth(f"{prefix}enabled") is not None:
-        put_overlong(out, job.count(f"{prefix}overlong_buffer_length"), job.number(f"{prefix}overlong_buffer_penalty"))
+        parts.put_overlong(
+            out, job.count(f"{prefix}overlong_buffer_length"), job.number(f"{prefix}overlong_buffer_penalty")
+        )

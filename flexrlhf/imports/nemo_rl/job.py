@@ -6,41 +6,9 @@ import re
 from typing import Any
 
 from flexrlhf.api import UserError
-from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
-from flexrlhf.imports.model_parts import (
-    NO_MEGATRON,
-    NO_SPLIT,
-    SPLITS,
-    has_experts,
-    put_expert_ranks,
-    put_lora,
-    put_megatron_losses,
-    put_router_replay,
-)
+from flexrlhf.imports import device_parts, model_parts, parts, run_parts
 from flexrlhf.imports.nemo_rl.algorithm import KINDS, put_algorithm
 from flexrlhf.imports.nemo_rl.reasons import WITH_EFFECT, WITHOUT_EFFECT
-from flexrlhf.imports.parts import (
-    mini_batches,
-    put_data,
-    put_lengths,
-    put_micro_batch,
-    put_model,
-    put_needed_model,
-    put_optimizer,
-    put_recomputation,
-    split_length,
-)
-from flexrlhf.imports.run_parts import (
-    drop_uses_of_rows,
-    interval,
-    put_checkpoints,
-    put_columns,
-    put_evaluation,
-    put_length,
-    put_loggers,
-    put_run_name,
-    put_seed,
-)
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 
@@ -63,17 +31,17 @@ def translate(out: Translation, job: JobSettings) -> None:
     if steps is not None and steps.value >= ENDLESS:
         out.drop(steps, "epochs end the run", matters=epochs is None)
         steps = None
-    put_length(out, steps, epochs, "none")
+    run_parts.put_length(out, steps, epochs, "none")
     rows = _batch(out, job, section, name)
     on_policy = job.truth("loss_fn.force_on_policy_ratio")
     if (out.value("algorithm.num_mini_batches") or 1) > 1:
         out.drop(on_policy, "the ratio is to the policy that the step starts from")
     _run(out, job, section)
-    model = put_needed_model(out, job, role, f"{_P}model_name")
+    model = parts.put_needed_model(out, job, role, f"{_P}model_name")
     if name == "ppo":
-        put_model(out, "critic", job.named("value.model_name") or model)
+        parts.put_model(out, "critic", job.named("value.model_name") or model)
     tokens = _lengths(out, job, name)
-    put_data(
+    parts.put_data(
         out,
         job.get("data.train.data_path", "data.train_data_path", "data.train.dataset_name", "data.dataset_name"),
         "data/train.jsonl",
@@ -91,14 +59,14 @@ def translate(out: Translation, job: JobSettings) -> None:
     if samples:
         _rollout(out, job, rows, tokens)
     job.pass_over("of the engine that does not train", f"{_P}{'dtensor_cfg' if is_megatron else 'megatron_cfg'}.")
-    drop_uses_of_rows(out, job)
+    run_parts.drop_uses_of_rows(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
 def _run(out: Translation, job: JobSettings, section: str) -> None:
     """Write the run's name, seed, loggers, evaluation and checkpoints."""
-    put_run_name(out, job, "logger.wandb.name")
-    put_seed(out, job, f"{section}.seed", "data.seed", "data.train.seed")
+    run_parts.put_run_name(out, job, "logger.wandb.name")
+    run_parts.put_seed(out, job, f"{section}.seed", "data.seed", "data.train.seed")
     if job.truth(f"{section}.use_dynamic_sampling") is None:
         job.pass_over("prompts are not sampled anew", f"{section}.dynamic_sampling_", f"{section}.batch_multiplier")
     plain = {"loss_fn.positive_example_nll_weight": 0, f"{_P}megatron_cfg.mtp_num_layers": 0}
@@ -108,13 +76,13 @@ def _run(out: Translation, job: JobSettings, section: str) -> None:
     keys = {"wandb": {key: f"logger.wandb.{key}" for key in ("project", "entity", "group", "mode")}}
     keys["mlflow"] = {"experiment": "logger.mlflow.experiment_name", "tracking_uri": "logger.mlflow.tracking_uri"}
     names = ("wandb", "tensorboard", "mlflow")
-    put_loggers(out, job, {name: job.truth(f"logger.{name}_enabled") for name in names}, keys)
-    every, first = interval(job, f"{section}.val_period"), job.truth(f"{section}.val_at_start")
+    run_parts.put_loggers(out, job, {name: job.truth(f"logger.{name}_enabled") for name in names}, keys)
+    every, first = run_parts.interval(job, f"{section}.val_period"), job.truth(f"{section}.val_at_start")
     if every is not None:
         names = ("data.validation.data_path", "data.val_data_path", "data.validation.dataset_name")
-        put_evaluation(out, job.get(*names), every, {"before": first and Setting(first.key, True)})
+        run_parts.put_evaluation(out, job.get(*names), every, {"before": first and Setting(first.key, True)})
     if job.truth("checkpointing.enabled") is not None:
-        put_checkpoints(out, job.count("checkpointing.save_period"), job.count("checkpointing.keep_top_k"))
+        run_parts.put_checkpoints(out, job.count("checkpointing.save_period"), job.count("checkpointing.keep_top_k"))
 
 
 def _columns(out: Translation, job: JobSettings, samples: bool) -> None:
@@ -122,8 +90,8 @@ def _columns(out: Translation, job: JobSettings, samples: bool) -> None:
     response = "answer" if samples else "response"
     names = {"prompt": ("input", "prompt"), response: ("output",), "chosen": ("chosen",), "rejected": ("rejected",)}
     keys = {name: [f"data.{part}{each}_key" for each in own for part in ("train.", "")] for name, own in names.items()}
-    put_columns(out, {name: job.get(*own) for name, own in keys.items()})
-    put_columns(out, {"messages": job.get("data.train.chat_key", "data.chat_key")})
+    run_parts.put_columns(out, {name: job.get(*own) for name, own in keys.items()})
+    run_parts.put_columns(out, {"messages": job.get("data.train.chat_key", "data.chat_key")})
 
 
 def _batch(out: Translation, job: JobSettings, section: str, name: str) -> int:
@@ -141,21 +109,21 @@ def _batch(out: Translation, job: JobSettings, section: str, name: str) -> int:
     if prompts is None:
         return 0
     out.put_same("algorithm.prompts_per_step", prompts)
-    mini_batches(out, prompts, size, number)
+    parts.mini_batches(out, prompts, size, number)
     return int(prompts.value * number)
 
 
 def _lengths(out: Translation, job: JobSettings, name: str) -> int:
     whole = job.count(f"{_P}max_total_sequence_length")
     if name in ("sft", "dpo", "reward"):
-        return split_length(out, whole)
+        return parts.split_length(out, whole)
     response, prompt = job.count(f"{_G}max_new_tokens"), job.count("data.max_input_seq_length")
     if whole is None or response is None or response.value >= whole.value:
-        return split_length(out, whole or response, 8)
+        return parts.split_length(out, whole or response, 8)
     if prompt is None or prompt.value + response.value > whole.value:
         prompt = Setting(whole.key, whole.value - response.value)
     job.pass_over("of prompt and response, whose lengths are in the file", whole.key)
-    return sum(put_lengths(out, prompt, response))
+    return sum(parts.put_lengths(out, prompt, response))
 
 
 def _optimizer(out: Translation, job: JobSettings, role: str, is_megatron: bool) -> None:
@@ -175,7 +143,7 @@ def _optimizer(out: Translation, job: JobSettings, role: str, is_megatron: bool)
         keys |= {"beta1": (f"{prefix}adam_beta1",), "beta2": (f"{prefix}adam_beta2",)}
         keys |= {"schedule": (f"{scheduler}lr_decay_style",), "warmup_steps": (f"{scheduler}lr_warmup_iters",)}
         _decay(out, job, role, prefix, scheduler)
-    put_optimizer(out, job, role, keys)
+    parts.put_optimizer(out, job, role, keys)
     if is_megatron:
         job.pass_over("Megatron has its own: megatron_cfg.optimizer", f"{section}optimizer.", f"{section}scheduler")
         return
@@ -242,7 +210,7 @@ def _scores(out: Translation, job: JobSettings) -> None:
     setting = None if path is None else job.named(path)
     environment = job.get("data.default.env_name", "data.env_name", "data.train.env_name")
     if setting is not None and environment is not None and "reward" in str(environment.value):
-        put_model(out, "reward", setting)
+        parts.put_model(out, "reward", setting)
         return
     out.put("reward", {"rule": "math"}, environment or "its environment")
     if environment is not None and "math" not in str(environment.value):
@@ -251,22 +219,22 @@ def _scores(out: Translation, job: JobSettings) -> None:
 
 def _devices(out: Translation, job: JobSettings) -> None:
     nodes, per_node = job.count("cluster.num_nodes"), job.count("cluster.gpus_per_node")
-    count, devices = machines(out, job, nodes, per_node)
+    count, devices = device_parts.machines(out, job, nodes, per_node)
     prefix = f"{_G}colocated."
     together = job.get(f"{prefix}enabled")
     more, others = job.count(f"{prefix}resources.num_nodes"), job.count(f"{prefix}resources.gpus_per_node")
     sources = (nodes, per_node, more, others)
     is_apart = together is not None and together.value is False
     if not is_apart:
-        put_cluster(out, [(count, devices)], nodes, per_node)
+        device_parts.put_cluster(out, [(count, devices)], nodes, per_node)
         out.put("placement", None, together or "no policy.generation.colocated", "every model on all devices")
     elif count > 1 and more is not None and more.value < count:
-        put_apart(out, (count - more.value, devices), (more.value, devices), *sources)
+        device_parts.put_apart(out, (count - more.value, devices), (more.value, devices), *sources)
     elif others is not None and others.value < devices:
-        put_apart(out, (count, devices - others.value), (count, others.value), *sources)
+        device_parts.put_apart(out, (count, devices - others.value), (count, others.value), *sources)
     else:
         out.drop(together, "the file has no devices for generation: here every model is on all of them")
-        put_cluster(out, [(count, devices)], nodes, per_node)
+        device_parts.put_cluster(out, [(count, devices)], nodes, per_node)
     for section in ("grpo.async_grpo", "ppo.async_ppo"):
         enabled, age = job.truth(f"{section}.enabled"), job.count(f"{section}.max_trajectory_age_steps")
         if enabled is not None and is_apart:
@@ -280,14 +248,14 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
     if precision is not None and precision.value in ("bfloat16", "float16", "float32"):
         out.put_same("models.all.dtype", precision)
     if is_megatron:
-        prefix, sizes = f"{_P}megatron_cfg.", SPLITS
+        prefix, sizes = f"{_P}megatron_cfg.", model_parts.SPLITS
         lora = f"{prefix}peft."
         enabled, shards = job.get(f"{prefix}enabled"), job.truth(f"{prefix}optimizer.use_distributed_optimizer")
-        if has_experts(out):
-            out.drop(enabled, NO_MEGATRON)
+        if model_parts.has_experts(out):
+            out.drop(enabled, model_parts.NO_MEGATRON)
             for own in sizes.values():
                 size = job.count(prefix + own)
-                out.drop(size if size is not None and size.value > 1 else None, NO_SPLIT)
+                out.drop(size if size is not None and size.value > 1 else None, model_parts.NO_SPLIT)
             sizes = {"cp": "context_parallel_size"}
             out.put("models.all.engine", "torch", enabled)
             out.put("models.all.zero", 3, "torch shards parameters")
@@ -301,10 +269,10 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
         out.put("models.all.zero", 3, "FSDP2 shards parameters")
     for key, own in sizes.items():
         out.put_same(f"models.all.{key}", job.count(prefix + own))
-    put_expert_ranks(out, job.count(f"{prefix}expert_model_parallel_size", f"{prefix}expert_parallel_size"))
-    put_megatron_losses(out, job, prefix)
+    model_parts.put_expert_ranks(out, job.count(f"{prefix}expert_model_parallel_size", f"{prefix}expert_parallel_size"))
+    model_parts.put_megatron_losses(out, job, prefix)
     recomputes = job.truth(f"{prefix}activation_checkpointing")
-    put_recomputation(out, recomputes, f"{prefix}activation_checkpointing=false")
+    parts.put_recomputation(out, recomputes, f"{prefix}activation_checkpointing=false")
     granularity = job.get(f"{prefix}recompute_granularity")
     if granularity is not None and granularity.value != "full" and recomputes is not None:
         out.drop(granularity, "activations of whole layers are computed again")
@@ -315,19 +283,19 @@ def _engine(out: Translation, job: JobSettings, role: str, is_megatron: bool, to
         of_all = job.truth(f"{lora}match_all_linear")
         targets = None if of_all else job.listed(f"{lora}target_modules")
         excluded = job.listed(f"{lora}exclude_modules")
-        put_lora(out, role, job.count(f"{lora}dim"), job.number(f"{lora}alpha"), targets, excluded)
+        model_parts.put_lora(out, role, job.count(f"{lora}dim"), job.number(f"{lora}alpha"), targets, excluded)
         out.drop(of_all, "adapters are on all linear layers", matters=False)
         job.pass_over("kernels", f"{lora}use_triton")
         job.pass_over("what it says is written", f"{lora}enabled")
     packs, dynamic = (f"{_P}{key}." for key in ("sequence_packing", "dynamic_batching"))
     used = next((key for key in (packs, dynamic) if job.truth(f"{key}enabled")), None)
     most = None if used is None else job.count(f"{used}train_mb_tokens")
-    put_micro_batch(out, job.count(f"{_P}train_micro_batch_size"), tokens, most)
+    parts.put_micro_batch(out, job.count(f"{_P}train_micro_batch_size"), tokens, most)
 
 
 def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None:
     out.put("rollout.special_tokens", "skip", "its environments' texts have none")
-    if put_router_replay(out, job.truth(f"{_P}router_replay.enabled")):
+    if model_parts.put_router_replay(out, job.truth(f"{_P}router_replay.enabled")):
         return
     backend = job.get(f"{_G}backend")
     name = "vllm" if backend is None else str(backend.value)
@@ -340,7 +308,7 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None
             job.count(f"{prefix}tensor_parallel_size", f"{prefix}tp_size"),
             job.count(f"{prefix}pipeline_parallel_size"),
         )
-        put_vllm(out, tp, pp, job.number(f"{prefix}gpu_memory_utilization"), rows, tokens)
+        device_parts.put_vllm(out, tp, pp, job.number(f"{prefix}gpu_memory_utilization"), rows, tokens)
         for key in ("precision", "kv_cache_dtype"):
             setting = job.get(prefix + key)
             if setting is not None and setting.value not in ("auto", "bfloat16", "float16", "float32"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.imports.parts import CUT, names_of, put_estimator, put_overlong
+from flexrlhf.imports import parts
 from flexrlhf.imports.ratio_bounds import NO_BOUND, note_penalty, put_rejection
 from flexrlhf.imports.settings import LARGEST, JobSettings, Setting, is_true, read_scalar
 from flexrlhf.imports.translation import Translation
@@ -20,7 +20,7 @@ _ESTIMATORS = {
 def put_algorithm(out: Translation, job: JobSettings) -> str:
     """Write the algorithm and return its name."""
     estimator, loss = job.get("algo.advantage.estimator"), job.get("actor.policy_loss_type")
-    name = put_estimator(out, "openrlhf", _ESTIMATORS, estimator, loss, "grpo")
+    name = parts.put_estimator(out, "openrlhf", _ESTIMATORS, estimator, loss, "grpo")
     if loss is not None and loss.value not in ("ppo", "gspo"):
         out.drop(loss, "this loss is not here; PPO's stands for it")
     if estimator is not None and estimator.value == "reinforce_baseline":
@@ -59,7 +59,7 @@ def put_algorithm(out: Translation, job: JobSettings) -> str:
             out.put_real(f"algorithm.{key}", clip)
     top_p = job.number("rollout.top_p")
     if top_p is not None and top_p.value < 1:
-        out.drop(top_p, CUT)
+        out.drop(top_p, parts.CUT)
     mean = job.get("actor.loss_agg_mode")
     if mean is not None and mean.value in ("token-mean", "seq-mean-token-mean"):
         out.put_same("algorithm.loss_aggregation", mean)
@@ -73,7 +73,7 @@ def put_algorithm(out: Translation, job: JobSettings) -> str:
 def _clip(out: Translation, job: JobSettings, name: str) -> None:
     """Write the bounds of scores, if they are symmetric; of scores before a baseline, OpenRLHF's are behind it."""
     both = job.listed("reward.clip_range")
-    ends = [] if both is None else [read_scalar(each) for each in names_of(both.value)]
+    ends = [] if both is None else [read_scalar(each) for each in parts.names_of(both.value)]
     if len(ends) == 2 and all(isinstance(end, int | float) for end in ends) and 0 < ends[1] == -ends[0]:
         out.put("algorithm.reward_clip", float(ends[1]), both)
         out.drop(None if name == "ppo" else both, "scores are clipped at -x and x, before a baseline")
@@ -110,7 +110,7 @@ def _corrections(out: Translation, job: JobSettings, name: str) -> None:
         out.drop(filters, "dynamic sampling goes with grpo, rloo and gspo")
     if (normalised := job.truth("reward.normalize_enable")) is not None:
         out.put("algorithm.normalise_scores", "running", normalised)
-    put_overlong(out, job.count("reward.overlong_buffer_len"), job.number("reward.overlong_penalty_factor"))
+    parts.put_overlong(out, job.count("reward.overlong_buffer_len"), job.number("reward.overlong_penalty_factor"))
     out.put_same("algorithm.freeze_actor_steps", job.count("critic.freezing_steps"))
 
 

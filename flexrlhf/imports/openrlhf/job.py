@@ -5,44 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from flexrlhf.api import PEERS, UserError
-from flexrlhf.imports.device_parts import (
-    machines,
-    machines_of,
-    other_roles,
-    put_cluster,
-    put_generating,
-    put_vllm,
-    span,
-)
+from flexrlhf.imports import device_parts, model_parts, parts, run_parts, score_parts
 from flexrlhf.imports.launches import Launch, flags
-from flexrlhf.imports.model_parts import put_lora, put_router_loss
 from flexrlhf.imports.openrlhf.algorithm import put_algorithm
 from flexrlhf.imports.openrlhf.names import OLD_NAMES
 from flexrlhf.imports.openrlhf.reasons import WITH_EFFECT, WITHOUT_EFFECT
-from flexrlhf.imports.parts import (
-    mini_batches,
-    put_data,
-    put_decoded,
-    put_micro_batch,
-    put_model,
-    put_name,
-    put_needed_model,
-    put_optimizer,
-    put_recomputation,
-    split_length,
-)
-from flexrlhf.imports.run_parts import (
-    drop_uses_of_rows,
-    interval,
-    put_checkpoints,
-    put_columns,
-    put_evaluation,
-    put_length,
-    put_loggers,
-    put_run_name,
-    put_seed,
-)
-from flexrlhf.imports.score_parts import put_function, put_scored_by_code
 from flexrlhf.imports.settings import JobSettings, Setting, is_false, read_scalar
 from flexrlhf.imports.translation import Translation
 
@@ -80,13 +47,13 @@ def translate(out: Translation, launch: Launch) -> None:
         _supervised(out, job, _SUPERVISED[kind])
     else:
         raise UserError(f"{out.file}: openrlhf.cli.train_{launch.program} has no counterpart")
-    drop_uses_of_rows(out, job)
+    run_parts.drop_uses_of_rows(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
 def _supervised(out: Translation, job: JobSettings, name: str) -> None:
     role = "reward" if name == "reward" else "actor"
-    put_name(out, "openrlhf", name, "its trainer")
+    parts.put_name(out, "openrlhf", name, "its trainer")
     out.put_same("algorithm.prompts_per_step", job.count("train.batch_size"))
     if name in ("dpo", "kto"):
         out.put_real("algorithm.beta", job.number("model.beta"))
@@ -95,37 +62,39 @@ def _supervised(out: Translation, job: JobSettings, name: str) -> None:
         out.drop(job.number("model.label_smoothing"), "ipo has none", matters=False)
     else:
         out.put_real("algorithm.label_smoothing", job.number("model.label_smoothing"))
-    put_length(out, None, job.number("train.max_epochs"), f"max_epochs={2 if name == 'sft' else 1}")
+    run_parts.put_length(out, None, job.number("train.max_epochs"), f"max_epochs={2 if name == 'sft' else 1}")
     _run(out, job, {})
-    model = put_needed_model(out, job, role, "model.model_name_or_path", "actor.model_name_or_path")
+    model = parts.put_needed_model(out, job, role, "model.model_name_or_path", "actor.model_name_or_path")
     reference = job.named("ref.model_name_or_path")
     if reference is not None and reference.value != model.value and name in ("dpo", "kto"):
-        put_model(out, "ref", reference)
-    tokens = split_length(out, job.count("data.max_len"))
-    put_data(out, job.get("data.dataset"), "data/train.jsonl")
+        parts.put_model(out, "ref", reference)
+    tokens = parts.split_length(out, job.count("data.max_len"))
+    parts.put_data(out, job.get("data.dataset"), "data/train.jsonl")
     pairs = {each: job.get(f"data.{each}_key") for each in ("prompt", "chosen", "rejected")}
     texts = {each: job.get(f"data.{each}_key") for each in ("input", "output")}
     _rows(out, job, "data.dataset_split", texts if name in ("sft", "kto") else pairs)
-    put_optimizer(out, job, role, _optimizer(""))
+    parts.put_optimizer(out, job, role, _optimizer(""))
     sources = job.count("--nnodes", "--num_nodes"), job.count("--nproc_per_node", "--num_gpus")
-    put_cluster(out, [machines(out, job, *sources)], *sources)
+    device_parts.put_cluster(out, [device_parts.machines(out, job, *sources)], *sources)
     _engine(out, job, role, tokens)
     out.put("placement", None, "every model on all devices")
 
 
 def _run(out: Translation, job: JobSettings, settings: dict[str, Setting | None]) -> None:
     """Write the run's name, seed, loggers, evaluation and checkpoints. ``settings``: further ones of an evaluation."""
-    put_run_name(out, job, "logger.wandb.run_name")
-    put_seed(out, job, "train.seed")
+    run_parts.put_run_name(out, job, "logger.wandb.run_name")
+    run_parts.put_seed(out, job, "train.seed")
     names = {"wandb": "logger.wandb.key", "tensorboard": "logger.tensorboard_dir"}
     found = {name: job.found.get(key) for name, key in names.items()}
     switches = {name: each for name, each in found.items() if each is not None and not is_false(each.value)}
     job.read |= {key for key in names.values() if job.has(key)}
     own = {"project": "logger.wandb.project", "entity": "logger.wandb.org", "group": "logger.wandb.group"}
-    put_loggers(out, job, switches, {"wandb": own})
+    run_parts.put_loggers(out, job, switches, {"wandb": own})
     rows, split = job.get("eval.dataset"), job.get("eval.split")
-    put_evaluation(out, _split(rows, split), interval(job, "eval.steps"), settings if rows is not None else {})
-    put_checkpoints(out, interval(job, "ckpt.save_steps"), job.count("ckpt.max_num"))
+    run_parts.put_evaluation(
+        out, _split(rows, split), run_parts.interval(job, "eval.steps"), settings if rows is not None else {}
+    )
+    run_parts.put_checkpoints(out, run_parts.interval(job, "ckpt.save_steps"), job.count("ckpt.max_num"))
 
 
 def _split(rows: Setting | None, split: Setting | None) -> Setting | None:
@@ -141,7 +110,7 @@ def _rows(out: Translation, job: JobSettings, split: str, columns: dict[str, Set
     if data is not None and part is not None and "data.path" in out.lines and part.value != "train":
         named = _split(data, part)
         out.put("data.path", str(named.value if named else ""), data, part)
-    put_columns(out, columns)
+    run_parts.put_columns(out, columns)
     if (chats := job.truth("data.apply_chat_template")) is not None:
         out.put("data.chat", "always", chats)
     template, column = job.get("data.input_template"), columns.get("input") or columns.get("prompt")
@@ -170,13 +139,13 @@ def _reinforced(out: Translation, job: JobSettings) -> None:
     number = samples.value if samples else 1
     if prompts is not None:
         out.put_same("algorithm.prompts_per_step", prompts)
-        mini_batches(out, prompts, job.count("train.batch_size"), number)
+        parts.mini_batches(out, prompts, job.count("train.batch_size"), number)
     out.put_same("algorithm.epochs", job.count("train.max_epochs"))
-    put_length(out, None, job.number("train.num_episodes"), "num_episodes=1")
+    run_parts.put_length(out, None, job.number("train.num_episodes"), "num_episodes=1")
     own = {"temperature": job.real("eval.temperature"), "samples_per_prompt": job.count("eval.n_samples_per_prompt")}
     _run(out, job, own)
     tokens = _lengths(out, job)
-    actor = put_needed_model(out, job, "actor", "actor.model_name_or_path")
+    actor = parts.put_needed_model(out, job, "actor", "actor.model_name_or_path")
     _scores(out, job)
     apart = [f"{role}.num_{each}" for role in _ROLES for each in ("nodes", "gpus_per_node")]
     job.pass_over("models without devices of their own", "train.colocate_", *apart)
@@ -184,28 +153,28 @@ def _reinforced(out: Translation, job: JobSettings) -> None:
     if name == "ppo":
         critic = job.named("critic.model_name_or_path") or (None if out.has_model("reward") else actor)
         if critic is not None:
-            put_model(out, "critic", critic)
-        put_optimizer(out, job, "critic", _optimizer("critic."))
-    put_data(out, job.get("data.prompt_dataset"), "data/prompts.jsonl")
+            parts.put_model(out, "critic", critic)
+        parts.put_optimizer(out, job, "critic", _optimizer("critic."))
+    parts.put_data(out, job.get("data.prompt_dataset"), "data/prompts.jsonl")
     _rows(out, job, "data.prompt_split", {"input": job.get("data.input_key")})
-    put_optimizer(out, job, "actor", _optimizer("actor."))
+    parts.put_optimizer(out, job, "actor", _optimizer("actor."))
     engines = _placement(out, job)
     _engine(out, job, "actor", tokens)
     if engines is None:
         out.put("rollout.engine", "transformers", "no --vllm.num_engines")
-        put_decoded(out, job.count("rollout.micro_batch_size"))
+        parts.put_decoded(out, job.count("rollout.micro_batch_size"))
         return
     out.put("rollout.engine", "vllm", engines)
     tp, share = job.count("vllm.tensor_parallel_size"), job.number("vllm.gpu_memory_utilization")
     rows = (prompts.value if prompts else DEFAULTS["rollout.batch_size"]) * number
-    put_vllm(out, tp, None, share, rows, tokens, engines.value)
+    device_parts.put_vllm(out, tp, None, share, rows, tokens, engines.value)
 
 
 def _lengths(out: Translation, job: JobSettings) -> int:
     whole, prompt = job.count("data.max_len"), job.count("data.prompt_max_len")
     response = job.count("rollout.max_new_tokens")
     if response is None:
-        return split_length(out, whole, 8)
+        return parts.split_length(out, whole, 8)
     out.put_same("data.max_response_tokens", response)
     if prompt is not None:
         out.put_same("data.max_prompt_tokens", prompt)
@@ -218,21 +187,21 @@ def _scores(out: Translation, job: JobSettings) -> None:
     remote, agent = job.get("reward.remote_url"), job.get("train.agent_func_path")
     path, labels = job.named("reward.model_name_or_path"), job.get("data.label_key")
     if path is not None and remote is None and agent is None:
-        put_model(out, "reward", path)
+        parts.put_model(out, "reward", path)
     elif remote is not None and str(remote.value).startswith(("http://", "https://")):
         addresses = str(remote.value).split(",")
         out.put("reward", {"url": addresses if len(addresses) > 1 else addresses[0]}, remote)
-        put_columns(out, {"label": labels})
+        run_parts.put_columns(out, {"label": labels})
     elif remote is not None and str(remote.value).endswith(".py"):
-        put_function(out, f"{remote.value}:reward_func", remote, needs={})
-        put_columns(out, {"labels": labels})
+        score_parts.put_function(out, f"{remote.value}:reward_func", remote, needs={})
+        run_parts.put_columns(out, {"labels": labels})
     else:
-        put_scored_by_code(out, remote, agent)
-        put_columns(out, {"answer": labels})
+        score_parts.put_scored_by_code(out, remote, agent)
+        run_parts.put_columns(out, {"answer": labels})
 
 
 def _placement(out: Translation, job: JobSettings) -> Setting | None:
-    """Write the machines and the ranks of each model; return the number of vLLM's engines."""
+    """Write the device_parts.machines and the ranks of each model; return the number of vLLM's engines."""
     engines, tp = job.count("vllm.num_engines"), job.count("vllm.tensor_parallel_size")
     sizes = {role: (job.count(f"{role}.num_nodes"), job.count(f"{role}.num_gpus_per_node")) for role in _ROLES}
     machine = {role: (nodes.value if nodes else 1, each.value if each else 8) for role, (nodes, each) in sizes.items()}
@@ -240,13 +209,13 @@ def _placement(out: Translation, job: JobSettings) -> Setting | None:
     with_ref, with_reward = job.truth("train.colocate_actor_ref"), job.truth("train.colocate_critic_reward")
     queue = job.count("train.async_queue_size")
     if everything is not None and (is_async is None or engines is None):
-        put_cluster(out, [machine["actor"]], *sizes["actor"])
+        device_parts.put_cluster(out, [machine["actor"]], *sizes["actor"])
         out.put("placement", None, everything, "every model on all devices")
         others = [f"{role}.num_{each}" for role in _ROLES[1:] for each in ("nodes", "gpus_per_node")]
         job.pass_over("every model is on the actor's devices", *others)
         return engines
     penalised = bool(out.value("algorithm.kl.place")) or "algorithm.kl" not in out.lines
-    roles = sorted(["actor", *other_roles(out, penalised)], key=("actor", "ref", "critic", "reward").index)
+    roles = sorted(["actor", *device_parts.other_roles(out, penalised)], key=("actor", "ref", "critic", "reward").index)
     ranks: dict[str, range] = {}
     end = 0
     for role in roles:
@@ -259,12 +228,18 @@ def _placement(out: Translation, job: JobSettings) -> Setting | None:
             ranks[role] = range(end, end + nodes * per_node)
             end += nodes * per_node
     generating = 0 if engines is None else engines.value * (tp.value if tp else 1)
-    put_cluster(out, [machines_of(end + generating)], *(each for role in roles for each in sizes[role]), engines, tp)
+    device_parts.put_cluster(
+        out,
+        [device_parts.machines_of(end + generating)],
+        *(each for role in roles for each in sizes[role]),
+        engines,
+        tp,
+    )
     for role in roles:
-        out.put(f"placement.{role}.ranks", span(ranks[role]), *sizes[role])
+        out.put(f"placement.{role}.ranks", device_parts.span(ranks[role]), *sizes[role])
     job.pass_over("models without devices of their own", "train.colocate_actor_ref", "train.colocate_critic_reward")
     if engines is not None:
-        put_generating(out, range(end, end + generating), engines, tp)
+        device_parts.put_generating(out, range(end, end + generating), engines, tp)
         if is_async is not None:
             out.put("schedule.lag", queue.value if queue else 1, is_async, queue)
     return engines
@@ -278,12 +253,14 @@ def _engine(out: Translation, job: JobSettings, role: str, tokens: int) -> None:
     types = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     if dtype is not None and str(dtype.value) in types:
         out.put("models.all.dtype", types[str(dtype.value)], dtype)
-    put_router_loss(out, job.number("actor.aux_loss_coef", "model.aux_loss_coef"))
+    model_parts.put_router_loss(out, job.number("actor.aux_loss_coef", "model.aux_loss_coef"))
     if (offloads := job.truth("ds.adam_offload")) is not None:
         out.put("models.all.offload_optimizer", True, offloads)
     recomputes = job.truth("actor.gradient_checkpointing_enable") or job.truth("model.gradient_checkpointing_enable")
-    put_recomputation(out, recomputes, "no gradient_checkpointing_enable")
-    put_lora(out, role, job.count("ds.lora.rank"), job.number("ds.lora.alpha"), job.listed("ds.lora.target_modules"))
+    parts.put_recomputation(out, recomputes, "no gradient_checkpointing_enable")
+    model_parts.put_lora(
+        out, role, job.count("ds.lora.rank"), job.number("ds.lora.alpha"), job.listed("ds.lora.target_modules")
+    )
     most = None if job.truth("train.dynamic_batch_enable") is None else job.count("train.max_tokens_per_gpu")
-    put_micro_batch(out, job.count("train.micro_batch_size"), tokens, most)
+    parts.put_micro_batch(out, job.count("train.micro_batch_size"), tokens, most)
     job.pass_over("micro-batches are of tokens", "train.dynamic_batch_enable")

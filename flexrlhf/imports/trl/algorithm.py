@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from flexrlhf.api import UserError
-from flexrlhf.imports.parts import CUT, drop_cuts, put_model, put_reals
+from flexrlhf.imports import parts, score_parts
 from flexrlhf.imports.ratio_bounds import NO_BOUND, NO_LOWER_BOUND, put_cap, put_floor
-from flexrlhf.imports.score_parts import put_functions, put_scored_by_code
 from flexrlhf.imports.settings import JobSettings, Setting, is_true
 from flexrlhf.imports.translation import Translation
 
@@ -47,9 +46,9 @@ def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
     functions = job.found.get("reward_funcs")
     job.read.add("reward_funcs")
     if reward is not None:
-        put_model(out, "reward", reward)
-    elif not put_functions(out, job):
-        put_scored_by_code(out, functions)
+        parts.put_model(out, "reward", reward)
+    elif not score_parts.put_functions(out, job):
+        score_parts.put_scored_by_code(out, functions)
     _put_penalty(out, job, name)
     _put_ratios(out, job)
     own: dict[str, str | tuple[str, ...]] = {
@@ -59,13 +58,13 @@ def put_reinforced(out: Translation, job: JobSettings, name: str) -> None:
         "value_clip": "cliprange_value",
         "entropy_coefficient": "entropy_coef",
     }
-    put_reals(out, job, own)
+    parts.put_reals(out, job, own)
     if out.value("algorithm.entropy_coefficient"):
         out.put("algorithm.entropy_aggregation", "token-mean", "its bonus is a mean over tokens")
-    drop_cuts(out, job.get("top_p"), job.get("top_k"))
-    out.drop(job.get("min_p"), CUT)
+    parts.drop_cuts(out, job.get("top_p"), job.get("top_k"))
+    out.drop(job.get("min_p"), parts.CUT)
     if (repeated := job.get("repetition_penalty")) is not None and repeated.value != 1:
-        out.drop(repeated, CUT)
+        out.drop(repeated, parts.CUT)
     loss, scale = job.get("loss_type"), job.get("scale_rewards")
     means = {
         "dapo": "token-mean",
@@ -164,9 +163,9 @@ def _put_corrections(out: Translation, job: JobSettings) -> None:
 def put_supervised(out: Translation, job: JobSettings, name: str) -> None:
     """Write the settings of an algorithm that trains on given responses."""
     if name in ("dpo", "kto", "orpo", "simpo"):
-        put_reals(out, job, {"beta": "beta"})
+        parts.put_reals(out, job, {"beta": "beta"})
     own = {"simpo": {"gamma": "simpo_gamma"}, "kto": {key: key for key in ("desirable_weight", "undesirable_weight")}}
-    put_reals(out, job, own.get(name, {}))
+    parts.put_reals(out, job, own.get(name, {}))
     if name == "simpo":
         _put_likelihood(out, job)
     elif name == "orpo":

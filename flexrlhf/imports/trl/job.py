@@ -5,20 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexrlhf.api import PEERS, UserError
-from flexrlhf.imports.device_parts import machines_of, put_apart, put_cluster, put_vllm
-from flexrlhf.imports.model_parts import put_lora, put_router_loss
-from flexrlhf.imports.parts import (
-    put_decoded,
-    put_lengths,
-    put_micro_batch,
-    put_model,
-    put_name,
-    put_offloaded_activations,
-    put_optimizer,
-    put_recomputation,
-    split_length,
-)
-from flexrlhf.imports.run_parts import drop_uses_of_rows
+from flexrlhf.imports import device_parts, model_parts, parts, run_parts
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.trl.algorithm import algorithm_of, put_reinforced, put_supervised
@@ -99,7 +86,7 @@ def translate(
         raise UserError(f"{out.file}: TRL's trainer cpo has no counterpart without loss_type: simpo")
     if name == "grpo" and (level := job.get("importance_sampling_level")) is not None and level.value == "sequence":
         name = "gspo"
-    put_name(out, "trl", name, f"TRL's trainer {trainer}")
+    parts.put_name(out, "trl", name, f"TRL's trainer {trainer}")
     processes, nodes = all_processes(out, job, devices, accelerate)
     rows = _batch(out, job, name, processes)
     put_run(out, job)
@@ -122,32 +109,32 @@ def translate(
     else:
         put_supervised(out, job, name)
     if (routers := job.real("router_aux_loss_coef")) is not None:
-        put_router_loss(out, routers)
+        model_parts.put_router_loss(out, routers)
     elif (
         name == "kto"
         and (own := PEERS["trl"].trainers["sft"].router_loss({"init": out.value("models.actor.init")})) is not None
     ):
         out.put("models.actor.router_aux_loss_coef", own, "router_aux_loss_coef: the architecture's (TRL's default)")
     put_rows(out, job)
-    put_optimizer(out, job, role, _OPTIMIZER)
+    parts.put_optimizer(out, job, role, _OPTIMIZER)
     if name == "ppo":
-        put_optimizer(out, job, "critic", _OPTIMIZER)
+        parts.put_optimizer(out, job, "critic", _OPTIMIZER)
     tp = _devices(out, job, processes, nodes, served)
     _engine(out, job, accelerate, role, tokens)
     if name in ("grpo", "gspo", "rloo"):
         _rollout(out, job, rows, tokens, processes.value, tp)
     elif name == "ppo":
         out.put("rollout.engine", "transformers", "its trainer")
-        put_decoded(out, job.known("local_rollout_forward_batch_size"))
+        parts.put_decoded(out, job.known("local_rollout_forward_batch_size"))
     job.pass_over("what it says is written", "use_peft", "vllm_mode", "use_vllm", "importance_sampling_level")
     job.pass_over("the file's settings are read", *(["accelerate_config", "deepspeed"] if accelerate else []))
-    drop_uses_of_rows(out, job)
+    run_parts.drop_uses_of_rows(out, job)
     out.finish(job, WITHOUT_EFFECT, WITH_EFFECT)
 
 
 def _put_model(out: Translation, job: JobSettings, role: str, model: Setting) -> None:
     """Write the trained model, with its revision, and whether its code is run."""
-    put_model(out, role, model)
+    parts.put_model(out, role, model)
     revision, trust = job.get("model_revision"), job.truth("trust_remote_code")
     if revision is not None and revision.value != "main":
         name, sizes = f"{model.value}@{revision.value}", out.value(f"models.{role}.init")
@@ -198,13 +185,13 @@ def _batch(out: Translation, job: JobSettings, name: str, processes: Setting) ->
 
 def _lengths(out: Translation, job: JobSettings, name: str) -> int:
     if name in ("grpo", "gspo", "rloo"):
-        return sum(put_lengths(out, job.count("max_prompt_length"), job.count("max_completion_length")))
+        return sum(parts.put_lengths(out, job.count("max_prompt_length"), job.count("max_completion_length")))
     if name == "ppo":
-        return sum(put_lengths(out, job.count("max_prompt_length"), job.count("response_length")))
+        return sum(parts.put_lengths(out, job.count("max_prompt_length"), job.count("response_length")))
     prompt, whole = job.count("max_prompt_length"), job.count("max_length", "max_seq_length")
     if prompt is not None and whole is not None and prompt.value < whole.value:
-        return sum(put_lengths(out, prompt, Setting(whole.key, whole.value - prompt.value)))
-    return split_length(out, whole)
+        return sum(parts.put_lengths(out, prompt, Setting(whole.key, whole.value - prompt.value)))
+    return parts.split_length(out, whole)
 
 
 def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role: str, tokens: int) -> None:
@@ -228,19 +215,19 @@ def _engine(out: Translation, job: JobSettings, accelerate: dict[str, Any], role
     else:
         is_named = dtype is not None and dtype.value == "bfloat16"
         out.put("models.all.dtype", "bfloat16", dtype if is_named else "bf16 (TRL's default)")
-    put_recomputation(out, job.truth("gradient_checkpointing"), "gradient_checkpointing=false")
-    put_offloaded_activations(out, job.truth("activation_offloading"))
+    parts.put_recomputation(out, job.truth("gradient_checkpointing"), "gradient_checkpointing=false")
+    parts.put_offloaded_activations(out, job.truth("activation_offloading"))
     if job.truth("use_peft") is not None or job.has("lora_r"):
         targets = job.listed("lora_target_modules") or _TARGETS
         excluded, by_root = job.listed("exclude_modules"), job.truth("use_rslora")
-        put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), targets, excluded, by_root)
+        model_parts.put_lora(out, role, job.count("lora_r"), job.number("lora_alpha"), targets, excluded, by_root)
         if not job.has("lora_dropout") and not out.file.endswith(".py"):  # a LoraConfig's is 0
             out.note("TRL's adapters have a dropout of 0.05 if the file names none, here there is none")
     rows, budget = job.known("per_device_train_batch_size"), job.count("token_budget")
     if budget is not None or "max_staleness" in job.defaults:
         out.put("models.all.micro_batch_tokens", budget.value if budget else tokens, budget or "the longest sequence")
     else:
-        put_micro_batch(out, rows, tokens)
+        parts.put_micro_batch(out, rows, tokens)
 
 
 def _devices(
@@ -257,16 +244,18 @@ def _devices(
     job.pass_over("vLLM does not generate", *(["vllm_"] if job.truth("use_vllm") is None else []))
     if served is None or mode is None or mode.value != "server":
         if nodes > 1 and processes.value % nodes == 0:
-            put_cluster(out, [(nodes, processes.value // nodes)], processes)
+            device_parts.put_cluster(out, [(nodes, processes.value // nodes)], processes)
         else:
-            put_cluster(out, [machines_of(processes.value)], processes)
+            device_parts.put_cluster(out, [device_parts.machines_of(processes.value)], processes)
         out.put("placement", None, "every model in every process")
         if mode is not None and mode.value == "server":
             out.drop(mode, "the server's devices are not in the file: vLLM is on the devices that train")
         return None
     if "algorithm.kl.coefficient" in out.lines:
         out.put("algorithm.kl.place", "reward" if out.value("algorithm.name") == "rloo" else "loss", "its trainer")
-    put_apart(out, machines_of(processes.value), machines_of(served[0].value), processes, served[0])
+    device_parts.put_apart(
+        out, device_parts.machines_of(processes.value), device_parts.machines_of(served[0].value), processes, served[0]
+    )
     out.put_same("schedule.lag", lag)
     if every is not None and every.value > 1:
         out.put("sync.every", every.value, every)
@@ -281,7 +270,7 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int, process
     tp = tp or job.count("vllm_tensor_parallel_size")
     if uses is None:
         out.put("rollout.engine", "transformers", "no use_vllm")
-        put_decoded(out, Setting("responses of a process", max(1, rows // processes)))
+        parts.put_decoded(out, Setting("responses of a process", max(1, rows // processes)))
         return
     out.put("rollout.engine", "vllm", uses)
-    put_vllm(out, tp, None, share, rows, tokens)
+    device_parts.put_vllm(out, tp, None, share, rows, tokens)

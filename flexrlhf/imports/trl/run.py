@@ -12,18 +12,7 @@ from typing import Any
 import yaml
 
 from flexrlhf.api import read_yaml
-from flexrlhf.imports.parts import put_data
-from flexrlhf.imports.run_parts import (
-    AT_STEPS,
-    named_loggers,
-    put_checkpoints,
-    put_columns,
-    put_evaluation,
-    put_length,
-    put_loggers,
-    put_run_name,
-    put_seed,
-)
+from flexrlhf.imports import parts, run_parts
 from flexrlhf.imports.settings import JobSettings, Setting
 from flexrlhf.imports.translation import Translation
 
@@ -39,20 +28,22 @@ OF_FILE = ("distributed_type", "num_processes")
 def put_run(out: Translation, job: JobSettings) -> None:
     """Write the length of the run, its name, seed, loggers, evaluation and checkpoints."""
     _put_length(out, job)
-    put_run_name(out, job, "run_name")
-    put_seed(out, job, "seed", "data_seed")
-    put_loggers(out, job, named_loggers(out, job.listed("report_to")), {"wandb": {"project": "project"}})
+    run_parts.put_run_name(out, job, "run_name")
+    run_parts.put_seed(out, job, "seed", "data_seed")
+    run_parts.put_loggers(
+        out, job, run_parts.named_loggers(out, job.listed("report_to")), {"wandb": {"project": "project"}}
+    )
     strategy, file = job.get("eval_strategy", "evaluation_strategy"), job.get("dataset_name", "dataset")
     if strategy is not None and strategy.value != "no" and file is not None:
         split = job.get("dataset_test_split") or Setting("dataset_test_split", "test", default=True)
         path = Setting(split.key, _rows(job, str(file.value), str(split.value)), split.default)
         first = job.truth("eval_on_start")
         own = {"before": first and Setting(first.key, True)}
-        put_evaluation(out, path, job.count("eval_steps") if strategy.value == "steps" else None, own)
-        out.drop(strategy if strategy.value != "steps" else None, AT_STEPS, matters=False)
+        run_parts.put_evaluation(out, path, job.count("eval_steps") if strategy.value == "steps" else None, own)
+        out.drop(strategy if strategy.value != "steps" else None, run_parts.AT_STEPS, matters=False)
     saved = job.get("save_strategy")
     if saved is None or saved.value == "steps":
-        put_checkpoints(out, job.count("save_steps"), job.count("save_total_limit"))
+        run_parts.put_checkpoints(out, job.count("save_steps"), job.count("save_total_limit"))
 
 
 def _put_length(out: Translation, job: JobSettings) -> None:
@@ -64,7 +55,7 @@ def _put_length(out: Translation, job: JobSettings) -> None:
     if episodes is not None and rows is not None:
         # PPO's, a response each
         out.put("steps", math.ceil(episodes.value / rows), episodes, "over the responses of a step")
-    put_length(out, steps and job.count("max_steps"), epochs, "num_train_epochs=3", steps_count_alone=True)
+    run_parts.put_length(out, steps and job.count("max_steps"), epochs, "num_train_epochs=3", steps_count_alone=True)
 
 
 def _rows(job: JobSettings, name: str, split: str | None) -> str:
@@ -83,11 +74,11 @@ def put_rows(out: Translation, job: JobSettings) -> None:
         sources = [each for each in (job.get("dataset_config"), split) if each is not None]
         out.put("data.path", _rows(job, str(file.value), str(split.value) if split else None), file, *sources)
     else:
-        put_data(out, None, "data/train.jsonl")
+        parts.put_data(out, None, "data/train.jsonl")
     rows = job.found.get("train_dataset")
     if rows is not None and _MADE.search(rows.text):
         out.drop(rows, "its code makes other rows of them: data.path is what it loads, write a file with the others")
-    put_columns(out, {"prompt": job.get("dataset_prompt_column"), "text": job.get("dataset_text_field")})
+    run_parts.put_columns(out, {"prompt": job.get("dataset_prompt_column"), "text": job.get("dataset_text_field")})
     if (system := job.get("system_prompt")) is not None:
         out.put("data.system", str(system.value), system)
     if (end := job.get("eos_token")) is not None:

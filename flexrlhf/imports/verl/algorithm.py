@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexrlhf.api import PEERS
-from flexrlhf.imports.parts import drop_cuts, put_estimator, put_overlong, put_reals
+from flexrlhf.imports import parts
 from flexrlhf.imports.ratio_bounds import NO_LOWER_BOUND, note_penalty, put_cap, put_floor, put_rejection
 from flexrlhf.imports.settings import LARGEST, JobSettings, Setting, is_true, read_scalar
 from flexrlhf.imports.translation import Translation
@@ -41,7 +41,7 @@ def put_algorithm(out: Translation, job: JobSettings) -> int:
     estimator, mode = job.get("algorithm.adv_estimator"), job.get(f"{_A}policy_loss.loss_mode")
     samples = job.count(f"{_R}n")
     number = 1 if samples is None else samples.value
-    name = put_estimator(out, "verl", _ESTIMATORS, estimator, mode, "grpo" if number > 1 else "reinforce++")
+    name = parts.put_estimator(out, "verl", _ESTIMATORS, estimator, mode, "grpo" if number > 1 else "reinforce++")
     if name in ("grpo", "gspo", "rloo") and number == 1:
         out.note(f"{_R}n is 1, which leaves nothing to compare: here the algorithm's default number of responses")
         number = 4 if name == "rloo" else 8
@@ -126,7 +126,7 @@ def _loss(out: Translation, job: JobSettings, name: str, mode: Setting | None) -
     dual = job.number(f"{_A}clip_ratio_c")
     if name != "gspo" and "algorithm.dual_clip" not in out.lines:
         out.put_real("algorithm.dual_clip", dual)
-    put_reals(out, job, {"entropy_coefficient": f"{_A}entropy_coeff"})
+    parts.put_reals(out, job, {"entropy_coefficient": f"{_A}entropy_coeff"})
     mean = job.get(f"{_A}loss_agg_mode")
     if mean is not None and mean.value in _MEANS:
         out.put_same("algorithm.loss_aggregation", mean)
@@ -137,14 +137,14 @@ def _loss(out: Translation, job: JobSettings, name: str, mode: Setting | None) -
         out.drop(of_critic, "the value loss is aggregated as the policy's")
     out.put_same("algorithm.freeze_actor_steps", job.count("trainer.critic_warmup"))
     if name in ("ppo", "reinforce++", "remax"):
-        put_reals(out, job, {"gamma": "algorithm.gamma"})
+        parts.put_reals(out, job, {"gamma": "algorithm.gamma"})
     if name == "ppo":
-        put_reals(out, job, {"gae_lambda": "algorithm.lam", "value_clip": "critic.cliprange_value"})
+        parts.put_reals(out, job, {"gae_lambda": "algorithm.lam", "value_clip": "critic.cliprange_value"})
 
 
 def _sampling(out: Translation, job: JobSettings) -> None:
-    put_reals(out, job, {"temperature": f"{_R}temperature"})
-    drop_cuts(out, job.get(f"{_R}top_p"), job.get(f"{_R}top_k"))
+    parts.put_reals(out, job, {"temperature": f"{_R}temperature"})
+    parts.drop_cuts(out, job.get(f"{_R}top_p"), job.get(f"{_R}top_k"))
     _corrections(out, job)
 
 
@@ -235,7 +235,7 @@ def _groups(out: Translation, job: JobSettings, name: str, estimator: Setting | 
     ]
     length, penalty = (job.number(*(prefix + key for prefix in prefixes)) for key in ("len", "penalty_factor"))
     if job.truth(*(f"{prefix}enable" for prefix in prefixes)) is not None:
-        put_overlong(out, length, penalty)
+        parts.put_overlong(out, length, penalty)
     lengths = ("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len")
     job.pass_over("the longest response is data.max_response_tokens", *lengths)
     job.pass_over("logs", *(f"{prefix}log" for prefix in prefixes))

@@ -5,21 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flexrlhf.api import PEERS, UserError
-from flexrlhf.imports.device_parts import machines, put_apart, put_cluster, put_vllm
-from flexrlhf.imports.model_parts import SPLITS, put_lora, put_router_replay
-from flexrlhf.imports.parts import (
-    mini_batches,
-    put_data,
-    put_lengths,
-    put_micro_batch,
-    put_model,
-    put_name,
-    put_needed_model,
-    put_optimizer,
-    split_length,
-    updates_of,
-)
-from flexrlhf.imports.run_parts import drop_uses_of_rows, put_columns
+from flexrlhf.imports import device_parts, model_parts, parts, run_parts
 from flexrlhf.imports.settings import JobSettings, Setting, is_true
 from flexrlhf.imports.translation import Translation
 from flexrlhf.imports.verl.algorithm import put_algorithm
@@ -74,7 +60,7 @@ def translate(out: Translation, job: JobSettings, program: str) -> None:
     name = job.found.get("config-name")
     is_own = name is not None and "trainer" not in str(name.value)
     job.pass_over("the settings that it names are read if they are there", "config-name", "config-path", matters=is_own)
-    drop_uses_of_rows(out, job)
+    run_parts.drop_uses_of_rows(out, job)
     plain = {f"{_R}do_sample": True, f"{_R}ignore_eos": False, "algorithm.kl_ctrl.type": "fixed"}
     job.pass_over("as it is here", *(key for key, value in plain.items() if job.value(key) == value))
     if job.value("trainer.v1.trainer_mode") == "sync":
@@ -91,14 +77,14 @@ def _reinforced(out: Translation, job: JobSettings, program: str) -> None:
     samples = put_algorithm(out, job)
     prompts = _batch(out, job, program)
     put_run(out, job, "trainer.total_epochs=30")
-    tokens = sum(put_lengths(out, job.count("data.max_prompt_length"), job.count("data.max_response_length")))
+    tokens = sum(parts.put_lengths(out, job.count("data.max_prompt_length"), job.count("data.max_response_length")))
     actor = _model(out, job, f"{_M}path")
     if out.value("algorithm.name") == "ppo":
-        put_model(out, "critic", job.named("critic.model.path") or actor)
-        put_optimizer(out, job, "critic", _optimizer("critic."), updates_of(out))
-    put_data(out, job.listed("data.train_files"), "data/train.parquet")
-    put_columns(out, {"prompt": job.get("data.prompt_key")})
-    put_optimizer(out, job, "actor", _optimizer(_A), updates_of(out))
+        parts.put_model(out, "critic", job.named("critic.model.path") or actor)
+        parts.put_optimizer(out, job, "critic", _optimizer("critic."), parts.updates_of(out))
+    parts.put_data(out, job.listed("data.train_files"), "data/train.parquet")
+    run_parts.put_columns(out, {"prompt": job.get("data.prompt_key")})
+    parts.put_optimizer(out, job, "actor", _optimizer(_A), parts.updates_of(out))
     leaves_out, cut = job.truth("data.filter_overlong_prompts"), job.get("data.truncation")
     if leaves_out is not None:
         out.put("data.long_prompts", "drop", leaves_out)
@@ -139,12 +125,12 @@ def _batch(out: Translation, job: JobSettings, program: str) -> int:
     if prompts is None:
         return int(DEFAULTS["data.train_batch_size"])
     out.put_same("algorithm.prompts_per_step", prompts)
-    mini_batches(out, prompts, size)
+    parts.mini_batches(out, prompts, size)
     return int(prompts.value)
 
 
 def _model(out: Translation, job: JobSettings, *keys: str) -> Setting:
-    setting = put_needed_model(out, job, "actor", *keys)
+    setting = parts.put_needed_model(out, job, "actor", *keys)
     trust = job.truth(f"{_M}trust_remote_code", "model.trust_remote_code")
     if trust is not None and "models.actor.path" in out.lines:
         out.put("models.actor.trust_remote_code", True, trust)
@@ -172,7 +158,7 @@ def _stored_adapters(out: Translation, base: Setting, adapters: Setting) -> None
 def _critic(out: Translation, job: JobSettings, engine: str, tokens: int) -> None:
     rank, alpha = job.count("critic.model.lora_rank"), job.number("critic.model.lora_alpha")
     targets, excluded = (job.listed(f"critic.model.{key}_modules") for key in ("target", "exclude"))
-    put_lora(out, "critic", rank, alpha, targets, excluded)
+    model_parts.put_lora(out, "critic", rank, alpha, targets, excluded)
     _micro_batch(out, job, tokens, "critic", "critic.")
     of_actor = {
         "ppo_epochs": out.value("algorithm.epochs") or 1,
@@ -192,23 +178,25 @@ def _micro_batch(out: Translation, job: JobSettings, tokens: int, role: str, pre
     """Write the micro-batches of a role. The critic's are dynamic where the actor's are."""
     most, rows = job.count(f"{prefix}ppo_max_token_len_per_gpu"), job.count(f"{prefix}ppo_micro_batch_size_per_gpu")
     is_dynamic = job.truth(f"{prefix}use_dynamic_bsz", f"{_A}use_dynamic_bsz") is not None
-    put_micro_batch(out, rows, tokens, most if is_dynamic else None, role)
+    parts.put_micro_batch(out, rows, tokens, most if is_dynamic else None, role)
     job.pass_over("micro-batches are of tokens", f"{prefix}use_dynamic_bsz")
 
 
 def _devices(out: Translation, job: JobSettings, program: str) -> None:
-    """Write the machines, and which devices train and generate."""
+    """Write the device_parts.machines, and which devices train and generate."""
     sources = nodes, per_node = job.count("trainer.nnodes"), job.count("trainer.n_gpus_per_node")
-    training = machines(out, job, nodes, per_node)
+    training = device_parts.machines(out, job, nodes, per_node)
     more, others = (job.count(f"rollout.{key}", f"{_R}{key}") for key in ("nnodes", "n_gpus_per_node"))
     threshold = job.number("async_training.staleness_threshold")
     is_async = "off_policy" in program or "fully_async" in program
     is_hybrid = job.truth("actor_rollout_ref.hybrid_engine") is not None
     if others is None or not is_async or is_hybrid:
-        put_cluster(out, [training], *sources)
+        device_parts.put_cluster(out, [training], *sources)
         out.put("placement", None, "every model on all devices: verl's hybrid engine")
     else:
-        put_apart(out, training, (more.value if more else training[0], others.value), *sources, more, others)
+        device_parts.put_apart(
+            out, training, (more.value if more else training[0], others.value), *sources, more, others
+        )
         if "off_policy" in program or threshold is not None:
             out.put("schedule.lag", 1, threshold or "one step off-policy")
     if is_async and not is_hybrid:
@@ -218,8 +206,10 @@ def _devices(out: Translation, job: JobSettings, program: str) -> None:
 def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None:
     name = job.get(f"{_R}name")
     out.put("rollout.special_tokens", "skip", "its reward managers' texts have none")
-    if put_router_replay(out, _router_replay(out, job)):
-        of_vllm = (f"{_R}{each}" for each in (*SPLITS.values(), "gpu_memory_utilization", "expert_parallel"))
+    if model_parts.put_router_replay(out, _router_replay(out, job)):
+        of_vllm = (
+            f"{_R}{each}" for each in (*model_parts.SPLITS.values(), "gpu_memory_utilization", "expert_parallel")
+        )
         job.pass_over("of vLLM, where transformers generates", *of_vllm)
         return
     if name is not None and name.value == "hf":
@@ -231,8 +221,8 @@ def _rollout(out: Translation, job: JobSettings, rows: int, tokens: int) -> None
     kind = job.get(f"{_R}dtype")
     if kind is not None and TYPES.get(str(kind.value)) != out.value("models.all.dtype") and str(kind.value) in TYPES:
         out.put("rollout.dtype", TYPES[str(kind.value)], kind)
-    tp, pp = (job.count(f"{_R}{own}") for own in SPLITS.values())
-    put_vllm(out, tp, pp, job.number(f"{_R}gpu_memory_utilization"), rows, tokens)
+    tp, pp = (job.count(f"{_R}{own}") for own in model_parts.SPLITS.values())
+    device_parts.put_vllm(out, tp, pp, job.number(f"{_R}gpu_memory_utilization"), rows, tokens)
     bypass = job.truth("algorithm.rollout_correction.bypass_mode")
     if bypass is not None and "algorithm.importance.level" not in out.lines:
         out.put("rollout.logprobs", "reuse", bypass)
@@ -254,19 +244,19 @@ def _router_replay(out: Translation, job: JobSettings) -> Setting | None:
 
 def _supervised(out: Translation, job: JobSettings) -> None:
     job.defaults = SFT_DEFAULTS
-    put_name(out, "verl", "sft", "the SFT trainer")
+    parts.put_name(out, "verl", "sft", "the SFT trainer")
     put_run(out, job, "trainer.total_epochs=4")
     out.put_same("algorithm.prompts_per_step", job.count("data.train_batch_size"))
     _model(out, job, "model.partial_pretrain", "model.path")
-    tokens = split_length(out, job.count("data.max_length"))
-    put_data(out, job.listed("data.train_files"), "data/train.parquet")
+    tokens = parts.split_length(out, job.count("data.max_length"))
+    parts.put_data(out, job.listed("data.train_files"), "data/train.parquet")
     put_supervised_columns(out, job)
-    put_optimizer(out, job, "actor", _OPTIMIZER)
+    parts.put_optimizer(out, job, "actor", _OPTIMIZER)
     sources = job.count("--nnodes", "trainer.nnodes"), job.count("--nproc_per_node", "trainer.n_gpus_per_node")
-    put_cluster(out, [machines(out, job, *sources)], *sources)
+    device_parts.put_cluster(out, [device_parts.machines(out, job, *sources)], *sources)
     put_splits(out, job, put_engine(out, job), "engine.")
     rows, most = job.count("data.micro_batch_size_per_gpu"), job.count("data.max_token_len_per_gpu")
     most = most if job.truth("data.use_dynamic_bsz") else None
-    put_micro_batch(out, rows, tokens, most)
+    parts.put_micro_batch(out, rows, tokens, most)
     out.put("placement", None, "the model on all devices")
     job.pass_over("micro-batches are of tokens", "data.use_dynamic_bsz")

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from flexrlhf.imports.parts import names_of, put_model
-from flexrlhf.imports.run_parts import (
-    interval,
-    named_loggers,
-    put_checkpoints,
-    put_columns,
-    put_evaluation,
-    put_length,
-    put_loggers,
-    put_run_name,
-    put_seed,
-)
-from flexrlhf.imports.score_parts import CHANGED, IN_PLACE, put_function, rule_for
+from flexrlhf.imports import parts, run_parts, score_parts
 from flexrlhf.imports.settings import JobSettings, Setting, is_true
 from flexrlhf.imports.translation import Translation
 
@@ -35,23 +23,28 @@ _MANAGERS = ("naive", "dapo", "batch", "prime")
 
 def put_run(out: Translation, job: JobSettings, default: str) -> None:
     """Write the length of the run, and its name, seed, loggers, evaluation and checkpoints."""
-    put_length(
+    run_parts.put_length(
         out,
         job.count("trainer.total_training_steps"),
         job.number("trainer.total_epochs", "rollout.total_epochs"),
         default,
     )
-    put_run_name(out, job, "trainer.experiment_name")
-    put_seed(out, job, *_SEEDS)
-    loggers = named_loggers(out, job.listed("trainer.logger"))
-    put_loggers(out, job, loggers, {"wandb": {"project": "trainer.project_name"}})
+    run_parts.put_run_name(out, job, "trainer.experiment_name")
+    run_parts.put_seed(out, job, *_SEEDS)
+    loggers = run_parts.named_loggers(out, job.listed("trainer.logger"))
+    run_parts.put_loggers(out, job, loggers, {"wandb": {"project": "trainer.project_name"}})
     _put_evaluation(out, job)
-    put_checkpoints(out, interval(job, "trainer.save_freq"), interval(job, "trainer.max_actor_ckpt_to_keep"))
+    run_parts.put_checkpoints(
+        out, run_parts.interval(job, "trainer.save_freq"), run_parts.interval(job, "trainer.max_actor_ckpt_to_keep")
+    )
 
 
 def _put_evaluation(out: Translation, job: JobSettings) -> None:
     """Write the evaluation, whose responses are greedy if the file does not say otherwise."""
-    every, samples = interval(job, "trainer.test_freq", "rollout.test_freq"), job.get(f"{_R}val_kwargs.do_sample")
+    every, samples = (
+        run_parts.interval(job, "trainer.test_freq", "rollout.test_freq"),
+        job.get(f"{_R}val_kwargs.do_sample"),
+    )
     before = job.get("trainer.val_before_train")
     if every is None or not job.has("data.val_files"):
         return
@@ -64,17 +57,17 @@ def _put_evaluation(out: Translation, job: JobSettings) -> None:
         "samples_per_prompt": job.count(f"{_R}val_kwargs.n") or Setting(f"{_R}val_kwargs.n", 1, default=True),
     }
     is_supervised = out.value("algorithm.name") == "sft"
-    put_evaluation(out, job.listed("data.val_files"), every, {} if is_supervised else settings)
+    run_parts.put_evaluation(out, job.listed("data.val_files"), every, {} if is_supervised else settings)
 
 
 def put_supervised_columns(out: Translation, job: JobSettings) -> None:
     """Write the columns of messages, or of a prompt that is a user's turn and its response."""
-    put_columns(out, {"messages": job.get("data.multiturn.messages_key", "data.messages_key")})
+    run_parts.put_columns(out, {"messages": job.get("data.multiturn.messages_key", "data.messages_key")})
     for name in ("prompt", "response"):
         outer, inner = job.get(f"data.{name}_key"), job.listed(f"data.{name}_dict_keys")
-        keys = [] if inner is None else names_of(inner.value)
+        keys = [] if inner is None else parts.names_of(inner.value)
         whole = None if outer is None else Setting(outer.key, ".".join([str(outer.value), *keys[:1]]))
-        put_columns(out, {name: whole})
+        run_parts.put_columns(out, {name: whole})
         if whole is not None and name == "prompt":
             out.put("data.chat", "always", whole)
         job.pass_over("of its column", *([f"data.{name}_dict_keys"] if keys else []))
@@ -94,12 +87,12 @@ def put_scores(out: Translation, job: JobSettings) -> None:
         job.pass_over("there is no file of it", name.key)
     manager = job.get("reward.reward_manager.name", "reward_model.reward_manager")
     if enabled is not None and path is not None:
-        put_model(out, "reward", path)
+        parts.put_model(out, "reward", path)
         job.pass_over("it is written", enabled.key)
         job.pass_over("it has the micro-batches and places of models.all", "reward.reward_model.", "reward_model.")
     elif function is not None and str(function.value).endswith(".py"):
         own = "compute_score" if name is None else name.value
-        put_function(out, f"{function.value}:{own}", function, name, needs={"ground_truth": _GROUND_TRUTH})
+        score_parts.put_function(out, f"{function.value}:{own}", function, name, needs={"ground_truth": _GROUND_TRUTH})
     else:
         _rule(out, job, function, manager)
     if manager is not None and manager.value not in _MANAGERS:
@@ -108,9 +101,9 @@ def put_scores(out: Translation, job: JobSettings) -> None:
 
 def _rule(out: Translation, job: JobSettings, function: Setting | None, manager: Setting | None) -> None:
     """Write the rule that fits the rows best, and the column that it reads."""
-    rule = rule_for(out)
+    rule = score_parts.rule_for(out)
     why = "the data's name" if rule == "gsm8k" else "the rows' data_source chooses it in verl"
-    out.put("reward", {"rule": rule}, function, manager, why if function is None else IN_PLACE)
-    out.drop(function, CHANGED)
+    out.put("reward", {"rule": rule}, function, manager, why if function is None else score_parts.IN_PLACE)
+    out.drop(function, score_parts.CHANGED)
     if not job.has("data.custom_cls.path"):
-        put_columns(out, {"answer": Setting("verl's rows", _GROUND_TRUTH)})
+        run_parts.put_columns(out, {"answer": Setting("verl's rows", _GROUND_TRUTH)})

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flexrlhf.imports.device_parts import num_devices
-from flexrlhf.imports.model_parts import (
-    NO_MEGATRON,
-    NO_SPLIT,
-    SPLITS,
-    has_experts,
-    put_expert_ranks,
-    put_lora,
-    put_megatron_losses,
-)
-from flexrlhf.imports.parts import put_offloaded_activations, put_recomputation
+from flexrlhf.imports import device_parts, model_parts, parts
 from flexrlhf.imports.settings import JobSettings, Setting, is_true
 from flexrlhf.imports.translation import Translation
 
@@ -40,8 +30,8 @@ def put_engine(out: Translation, job: JobSettings) -> str:
     if other is not None:
         out.drop(other, "an engine that is not here; torch with shards stands for it")
     elif source is not None or any(".megatron.tensor_model" in key or ".megatron.pipeline" in key for key in job.found):
-        if has_experts(out):
-            out.drop(source or Setting("actor.megatron", "settings"), NO_MEGATRON)
+        if model_parts.has_experts(out):
+            out.drop(source or Setting("actor.megatron", "settings"), model_parts.NO_MEGATRON)
             return "torch"
         out.put("models.all.engine", "megatron", source or "settings of actor.megatron")
         out.put("models.all.zero", 1, "use_distributed_optimizer (verl's default)")
@@ -54,7 +44,7 @@ def put_splits(out: Translation, job: JobSettings, engine: str, prefix: str) -> 
     """Write how the actor, or the model of an SFT, is split, and its adapters."""
     recomputes = job.truth(f"{_M}enable_gradient_checkpointing", "model.enable_gradient_checkpointing")
     if engine == "megatron":
-        for name, own in SPLITS.items():
+        for name, own in model_parts.SPLITS.items():
             out.put_same(f"models.all.{name}", job.count(f"{prefix}megatron.{own}", f"{prefix}{own}"))
         granularity = job.get(f"{prefix}megatron.override_transformer_config.recompute_granularity")
         recomputes = granularity if granularity is not None and granularity.value == "full" else None
@@ -67,21 +57,21 @@ def put_splits(out: Translation, job: JobSettings, engine: str, prefix: str) -> 
         stays = reshards is not None and not is_true(reshards.value)
         out.put("models.all.zero", 2 if stays else 3, reshards if stays else "FSDP shards parameters")
         _types(out, job, prefix)
-        if shard is not None and 0 < shard.value < num_devices(out):
+        if shard is not None and 0 < shard.value < device_parts.num_devices(out):
             if shard.value == out.value("cluster.nodes")[0]["devices"]:
                 out.put("models.all.shard", "node", shard)
             else:
                 out.drop(shard, "shards are over all devices of a model or of a node")
         _split_sequences(out, job, prefix)
         _experts(out, job, prefix)
-    put_recomputation(out, recomputes, "no recompute_granularity" if engine == "megatron" else "it is false")
+    parts.put_recomputation(out, recomputes, "no recompute_granularity" if engine == "megatron" else "it is false")
     if engine != "megatron":
         put_saved_activations(out, job, "actor", _M, "model.")
     names = [(f"{_M}{key}", f"model.{key}") for key in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha")]
     targets = job.listed(f"{_M}target_modules", "model.target_modules", f"{_M}lora.target_modules")
     rank = job.count(f"{prefix}lora_rank", *names[0]) or job.count(*names[1])
     excluded = job.listed(f"{_M}exclude_modules", "model.exclude_modules", f"{_M}lora.exclude_modules")
-    put_lora(out, "actor", rank, job.number(*names[2], *names[3]), targets, excluded)
+    model_parts.put_lora(out, "actor", rank, job.number(*names[2], *names[3]), targets, excluded)
 
 
 def _types(out: Translation, job: JobSettings, prefix: str) -> None:
@@ -100,25 +90,27 @@ def _experts(out: Translation, job: JobSettings, prefix: str) -> None:
     """Write the ranks that share experts, and the losses of routers; Megatron's other splits are listed."""
     sections = [f"{prefix}{each}" for each in ("megatron.", "veomni.", "", "fsdp_config.")]
     sizes = ("expert_model_parallel_size", "expert_parallel_size", "ep_size")
-    put_expert_ranks(out, job.count(*(section + size for section in sections for size in sizes)))
+    model_parts.put_expert_ranks(out, job.count(*(section + size for section in sections for size in sizes)))
     references = (f"actor_rollout_ref.ref.{section}expert_" for section in ("megatron.", "veomni.", ""))
     job.pass_over("the reference is split as the actor is", *references)
     for section in sections[::2]:
-        put_megatron_losses(out, job, f"{section}override_transformer_config.")
-        for own in SPLITS.values() if has_experts(out) else ():
+        model_parts.put_megatron_losses(out, job, f"{section}override_transformer_config.")
+        for own in model_parts.SPLITS.values() if model_parts.has_experts(out) else ():
             size = job.count(section + own)
             if size is not None and size.value > 1:
-                out.drop(size, NO_SPLIT)
+                out.drop(size, model_parts.NO_SPLIT)
 
 
 def put_saved_activations(out: Translation, job: JobSettings, role: str, *prefixes: str) -> None:
     """Write activations of a role in host memory, and MLPs in tiles, which the reference has with the actor."""
-    put_offloaded_activations(out, job.truth(*(f"{prefix}enable_activation_offload" for prefix in prefixes)), role)
+    parts.put_offloaded_activations(
+        out, job.truth(*(f"{prefix}enable_activation_offload" for prefix in prefixes)), role
+    )
     tiles = [f"{prefix}tiled_mlp." for prefix in prefixes]
     if (tiled := job.truth(*(f"{prefix}enabled" for prefix in tiles))) is not None:
         out.put(f"models.{role}.tiled_mlp", True, tiled)
-        parts = job.get(*(f"{prefix}num_shards" for prefix in tiles))
-        out.drop(parts, "a tile has about as many tokens as the model has hidden features")
+        shards = job.get(*(f"{prefix}num_shards" for prefix in tiles))
+        out.drop(shards, "a tile has about as many tokens as the model has hidden features")
 
 
 def _split_sequences(out: Translation, job: JobSettings, prefix: str) -> None:
@@ -144,10 +136,10 @@ def put_other_roles(out: Translation, job: JobSettings, engine: str) -> None:
         "critic": ("critic.", out.value("algorithm.name") == "ppo"),
     }
     for role, (prefix, is_there) in roles.items():
-        sizes = {key: job.count(f"{prefix}megatron.{own}") for key, own in SPLITS.items()}
+        sizes = {key: job.count(f"{prefix}megatron.{own}") for key, own in model_parts.SPLITS.items()}
         for key, size in sizes.items() if is_there and engine == "megatron" else ():
             if size is not None and size.value != out.value(f"models.all.{key}"):
                 out.put(f"models.{role}.{key}", size.value, size)
-        job.pass_over("as of all models", *(f"{prefix}megatron.{own}" for own in SPLITS.values()))
+        job.pass_over("as of all models", *(f"{prefix}megatron.{own}" for own in model_parts.SPLITS.values()))
         if not is_there:
             job.pass_over(f"there is no {role}", prefix)
