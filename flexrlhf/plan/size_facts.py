@@ -83,6 +83,11 @@ class SizeFacts:
         multiple = max(1, self.model.facts.vocabulary_multiple)
         return -(-self.decoder.vocabulary // multiple) * multiple
 
+    @property
+    def padding(self) -> str:
+        facts = self.model.facts
+        return f"padded by {facts.name}" if facts.vocabulary_multiple > 1 else "not padded here"
+
     @cached_property
     def split(self) -> Mapping[str, int]:
         """Sizes that tensor parallelism splits, by name; a rank has whole experts."""

@@ -38,11 +38,6 @@ def head_parts(split: Mapping[str, int], copies_keys: bool) -> list[int]:
     return [tp for tp in range(1, split["heads"] + 1) if is_even(tp)] or [1]
 
 
-def padded_parts(vocabulary: int, heads: int) -> list[int]:
-    """Return the numbers of ranks, at most ``heads``, that have equal parts of a padded vocabulary."""
-    return [tp for tp in range(1, heads + 1) if vocabulary % tp == 0]
-
-
 def even_parts(split: Mapping[str, int], copies_keys: bool, vocabulary: int) -> list[int]:
     """Return the numbers of ranks with equal parts of heads, features and the vocabulary."""
     return [tp for tp in head_parts(split, copies_keys) if vocabulary % tp == 0]
@@ -115,12 +110,6 @@ _ROLLOUT = (
         when={**_SERVED, **_EXPERTS},
         reason="{engine} needs a layer with experts in each stage, and of {pp} stages of models.{role.name} only "
         "{sizes.mixed_stages} would have one",
-    ),
-    Rule(
-        "tp",
-        {"tp": made_by(padded_parts, "sizes.vocabulary", "decoder.heads")},
-        when=_SERVED,
-        reason="{tp} does not divide the vocabulary of models.{role.name}, padded by {engine} to {sizes.vocabulary}",
     ),
 )
 _FAMILIES = (
@@ -221,8 +210,8 @@ _SPLITS = (
     Rule(
         "tp",
         {"tp": made_by(even_parts, "sizes.split", "engine.copies_keys", "sizes.vocabulary")},
-        when={"engine.vocabulary_multiple": (1,)},
-        reason="{tp} does not divide its vocabulary of {sizes.vocabulary}, which is not padded here",
+        when={"engine.vocabulary_multiple": but(0)},
+        reason="{tp} does not divide its vocabulary of {sizes.vocabulary}, which is {sizes.padding}",
     ),
     Rule("ep", _EXPERTS, reason="{ep} is for models with experts, and models.{role.name} has none"),
     Rule(
