@@ -109,6 +109,7 @@ if TYPE_CHECKING:
     from flexrlhf.plan.pipeline import ResolvedSpec, make_plan, make_plans
     from flexrlhf.plan.plan import Plan
     from flexrlhf.plan.schedule_text import schedule_rows
+    from flexrlhf.plan.size_rules import MODEL_RULES
     from flexrlhf.plan.suggestions import check_fits, lack_text
     from flexrlhf.rewards.worker_calls import task_scorer
     from flexrlhf.runs.fingerprints import Fingerprints

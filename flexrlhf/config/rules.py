@@ -53,6 +53,10 @@ class RuleView:
         """Yield the engines that may stand instead of the view's, the better ones first."""
         yield from ()
 
+    def offers(self, setting: str, value: object) -> bool:
+        """Return whether a value of a setting that a rule allows is named: not if other checks refuse it."""
+        return True
+
     def changed(self, changes: Mapping[str, object]) -> Self:
         """Return the view with other values of settings."""
         raise NotImplementedError
@@ -279,8 +283,9 @@ class _Row:
         setting, is_other_setting = self.rule.setting, refused != self.rule.setting and not self._view.is_fact(refused)
         if setting != "engine" or self.rule.instead:
             fitting = self.allowed(view, setting) if refused == setting else (self._view.default(setting),)
-            works = self.rule.instead or fitting
-            yield Alternative(*view.place(setting), works, is_all=not is_other_setting)
+            works = tuple(value for value in self.rule.instead or fitting if view.offers(setting, value))
+            if works:
+                yield Alternative(*view.place(setting), works, is_all=not is_other_setting)
         if is_other_setting:
             yield Alternative(*view.place(refused), self.allowed(view, refused))
         for other, values in self.rule.also.items():

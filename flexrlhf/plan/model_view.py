@@ -9,6 +9,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.engines import EngineFacts, Split
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.config.rules import RuleView
@@ -94,6 +95,12 @@ class ModelView(RuleView):
     def engines(self) -> Iterator[tuple[str, ...]]:
         if self.model.rollout is None:
             yield from (EngineFacts.full_engines(), EngineFacts.model_engines())
+
+    def offers(self, setting: str, value: object) -> bool:
+        if setting not in ParallelDims._fields:
+            return True
+        dims, ranks = ParallelDims.of_settings(self.changed({setting: value}).settings), len(self.model.ranks)
+        return ranks % dims.replica == 0 and ranks // dims.parts % dims.expert_parts == 0
 
     def changed(self, changes: Mapping[str, object]) -> Self:
         settings = self.model.settings.model_copy(update=changes)

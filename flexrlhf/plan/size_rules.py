@@ -25,6 +25,11 @@ def parts(size: int, tp: int = 1) -> list[int]:
     return [number for number in range(1, size + 1) if size % (number * tp) == 0] or [1]
 
 
+def shares(size: int, tp: int) -> list[int]:
+    """Return the numbers of several ranks that have equal parts."""
+    return parts(size, tp)[1:]
+
+
 def head_parts(split: Mapping[str, int], copies_keys: bool) -> list[int]:
     """Return the numbers of ranks with equal parts of all that is ``split``, or each with a copy of a key-value head.
 
@@ -243,7 +248,7 @@ _SPLITS = (
     ),
     Rule(
         "cp",
-        {"cp": made_by(parts, "decoder.heads", "tp")},
+        {"cp": made_by(shares, "decoder.heads", "tp")},
         when={"context_parallel": ("ulysses",)},
         reason="{cp} does not divide its {sizes.own_heads} heads{sizes.on_each}, which ulysses distributes",
         also={"context_parallel": ("ring",)},

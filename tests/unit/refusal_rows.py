@@ -64,7 +64,7 @@ class RefusalRow:
         """Return the run with the settings, as a YAML file would have it."""
         raw = base_run(self.base)
         for key, value in self.settings.items():
-            _set(raw, key, value)
+            set_in(raw, key, value)
         return raw
 
     def found(self) -> str:
@@ -120,7 +120,7 @@ def base_run(words: str) -> Raw:
         if number == 0:
             raw = deepcopy(_config(word) if word not in parts and word != "small" else _small())
         for key, value in parts.get(word, {}).items():
-            _set(raw, key, deepcopy(value))
+            set_in(raw, key, deepcopy(value))
     return raw
 
 
@@ -140,7 +140,7 @@ def _parts() -> dict[str, Raw]:
     return parts
 
 
-def _set(raw: Raw, key: str, value: Any) -> None:
+def set_in(raw: Raw, key: str, value: Any) -> None:
     *parents, last = key.split(".")
     for parent in parents:
         raw = raw.setdefault(parent, {})

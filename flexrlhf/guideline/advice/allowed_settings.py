@@ -8,11 +8,11 @@ from itertools import product
 from operator import attrgetter
 
 from flexrlhf.api import (
+    MODEL_RULES,
     Degrees,
     Layout,
     ModelName,
     ModelSpec,
-    ParallelDims,
     PlacedModel,
     RolloutSpec,
     UserError,
@@ -24,11 +24,10 @@ from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.tried_settings import TriedSettings
 from flexrlhf.guideline.advice.uniform_mesh import UniformMesh, layout_on_first, on_mesh, with_settings
 
-CHOSEN = (
-    *("engine", "dtype", "zero", "shard", *ParallelDims._fields),
-    *("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer"),
-)
-"""Settings that differ between the options of a model, and that others may rule out."""
+UNTRIED = frozenset({"config", "lora", "optimizer", "shadow"})
+"""Settings that are the same in all options of a model."""
+CHOSEN = tuple(sorted(MODEL_RULES.subjects & ModelSpec.model_fields.keys() - UNTRIED))
+"""Settings by which the options of a model may differ, and which a rule reads: their values decide what is allowed."""
 _chosen = attrgetter(*CHOSEN)
 
 
