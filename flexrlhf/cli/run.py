@@ -151,25 +151,24 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
     """
     # one of the further machines, whichever
     joining = Hosts(2, 1, rdzv_endpoint)
-    from flexrlhf.launch.lifetime import quiet_torch
+    # a process that has met others has threads, and cannot be copied
+    with RankFactory.starting(is_copied=True) as factory:
+        from flexrlhf.launch.preparation import checked_job
+        from flexrlhf.launch.rendezvous import find_job
+        from flexrlhf.runs.resume import Resumption
 
-    quiet_torch()
-    from flexrlhf.launch.preparation import checked_job
-    from flexrlhf.launch.rendezvous import find_job
-    from flexrlhf.runs.resume import Resumption
-
-    with _said_to_others(joining):
-        job = find_job(rdzv_endpoint)
-        orders = job.offer.orders
-        plans = plan_runs([order.spec for order in orders])
-        check_memory(plans, force)
-        cluster = plans[0].cluster
-        hosts = Hosts(job.offer.nnodes, job.take_number(cluster) if node_rank is None else node_rank, rdzv_endpoint)
-        names, ranks = ", ".join(plan.spec.name for plan in plans), ranks_text(hosts.local_ranks(cluster))
-        typer.echo(f"joins {names} as node {hosts.node_rank} of {hosts.nnodes}: {ranks}")
-        runs = [Resumption.ordered(plan, order) for plan, order in zip(plans, orders, strict=True)]
-        checked = checked_job(runs, hosts)
-    checked.start(job.offer.max_restarts)
+        with _said_to_others(joining):
+            job = find_job(rdzv_endpoint)
+            orders = job.offer.orders
+            plans = plan_runs([order.spec for order in orders])
+            check_memory(plans, force)
+            cluster = plans[0].cluster
+            hosts = Hosts(job.offer.nnodes, job.take_number(cluster) if node_rank is None else node_rank, rdzv_endpoint)
+            names, ranks = ", ".join(plan.spec.name for plan in plans), ranks_text(hosts.local_ranks(cluster))
+            typer.echo(f"joins {names} as node {hosts.node_rank} of {hosts.nnodes}: {ranks}")
+            runs = [Resumption.ordered(plan, order) for plan, order in zip(plans, orders, strict=True)]
+            checked = checked_job(runs, hosts)
+        checked.start(job.offer.max_restarts, factory)
     Ending.end_command(None)
     typer.echo(f"{names} has ended; results are on node 0")
 

@@ -22,6 +22,7 @@ from launcher import Launches, Outcome, params
 
 from benchmarks.two_hosts import Link, can_link, linked_hosts
 from flexrlhf.config.job_secret import JobSecret
+from flexrlhf.launch.session_connection import SessionRanks
 from flexrlhf.metrics import METRICS
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.report.reported_run import plan_of_run
@@ -70,6 +71,17 @@ def started_on_two_machines(places: list[Path], resume: str, link: Link | None) 
     assert stranger.returncode == 2 and "FLEXRLHF_TOKEN: this machine's is not that of the first machine" in out, out
     read_until(first, "it has not the secret of this job, so node 0 waits for another")
     return [first, link.start(1, join, places[1], environment=environment)]
+
+
+@pytest.fixture(autouse=True)
+def forked_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the launchers of this process's sessions; those of other programs load their libraries, as a user's do."""
+
+    def launched(_: SessionRanks, command: list[str]) -> subprocess.Popen[str]:
+        module = command[command.index("-m") + 1 :]
+        return Forked(module, Path(), {**os.environ, **RANK_ENVIRONMENT}, stdout=None, stderr=None)
+
+    monkeypatch.setattr(SessionRanks, "_launched", launched)
 
 
 def columns_of(directory: Path, step: int) -> list[Path]:
