@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +20,9 @@ from flexrlhf.errors import UserError, nearest
 
 Split = Literal["whole", "rows", "flat"]
 """How replicas store weights between passes: each all of them, rows of every tensor, or a range of its elements."""
+
+PublishedSteps = Literal["deepspeed", "torch and megatron", "figures"]
+"""Published steps by which predictions are judged: of an engine, or those of all."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,9 @@ class EngineFacts:
 
     transformers_modules:  whether its models are made of transformers' modules: kernels of attention, Liger's, MLPs in
                            tiles and compiled layers can be chosen, and all such engines decode alike.
+    plain_modules:         whether a model with whole weights is plain modules: their tensors may be another copy's,
+                           CUDA graphs replay their decoding, and slots keep rows between turns.
+    separate_tensors:      ZeRO stages at which each tensor of a trained model has memory of its own.
     fused_layers:          whether a trained model has query, key and value in one linear layer, gate and up in another.
     splits:                how replicas store weights by ZeRO stage; whole at others.
     vocabulary_multiple:   tensor-parallel ranks split the vocabulary, padded to a multiple of so many rows; 0: all have
@@ -80,6 +87,7 @@ class EngineFacts:
     check_config:          function that raises UserError for settings of ``config`` that do not go with it,
                            ``module:name``; it takes the model's place in the YAML and the settings. Empty: none.
     priced_as:             engine of this package as which its calls are timed; empty: none, and nothing is predicted.
+    published:             published steps by which predictions of its calls are judged.
 
     As ``rollout.engine``:
 
@@ -88,6 +96,11 @@ class EngineFacts:
     cache_block:        tokens of a block of its cache of keys and values; 0: a call allocates them.
     one_in_process:     whether a process can have one of them alone.
     least_temperature:  temperatures above 0 and below are raised to it.
+    by_requests:        whether it decodes a changing set of requests (continuous batching): it reads a prompt once for
+                        all of its samples, and texts without padding.
+    renews_latent:      whether a sync renews weights from which latent attention is computed.
+    is_auto:            whether ``auto`` chooses it where devices and models allow it.
+    sampler:            class that samples for ``serve-model``, a ``TokenSampler``, ``module:Class``; empty: none.
 
     Communication:
 
@@ -122,6 +135,8 @@ class EngineFacts:
     least_capability: float = 0.0
 
     transformers_modules: bool = False
+    plain_modules: bool = False
+    separate_tensors: tuple[int, ...] = ()
     fused_layers: bool = False
     splits: Mapping[int, Split] = field(default_factory=lambda: MappingProxyType({}))
     vocabulary_multiple: int = 0
@@ -132,12 +147,17 @@ class EngineFacts:
     memory: str = ""
     check_config: str = ""
     priced_as: str = ""
+    published: PublishedSteps = "figures"
 
     rollout_settings: tuple[str, ...] = ()
     on_trained_ranks: bool = False
     cache_block: int = 0
     one_in_process: bool = False
     least_temperature: float = 0.0
+    by_requests: bool = False
+    renews_latent: bool = True
+    is_auto: bool = False
+    sampler: str = ""
 
     groups_of_one: bool = False
     model_group: bool = False
@@ -195,6 +215,11 @@ class EngineFacts:
         return next((facts.name for facts in cls.all_engines() if facts.offload), "")
 
     @classmethod
+    def of_auto(cls) -> EngineFacts:
+        """Return the facts of the engine that ``rollout.engine: auto`` may choose."""
+        return next(facts for facts in cls.all_engines() if facts.is_auto)
+
+    @classmethod
     def cpu_builds(cls) -> dict[str, str]:
         """Return the libraries whose build for CPUs has a name of its own, and that name."""
         packages = (facts.package for facts in cls.all_engines())
@@ -204,6 +229,11 @@ class EngineFacts:
     def trains(self) -> bool:
         """Whether it trains models."""
         return "train" in self.kinds
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its library can be imported."""
+        return self.package is None or find_spec(self.package.module) is not None
 
     def part(self, reference: str) -> Any:
         """Load ``constructor``, ``memory`` or ``check_config``. Raises UserError."""
@@ -224,8 +254,11 @@ TORCH = EngineFacts(
     axes=frozenset({"tp", "cp", "ep"}),
     routers=True,
     transformers_modules=True,
+    plain_modules=True,
+    separate_tensors=(0, 2, 3),
     splits=MappingProxyType({2: "rows", 3: "rows"}),
     priced_as="torch",
+    published="torch and megatron",
     rollout_settings=("tp", "dtype", "kv_tokens", "sleep", "parity"),
     on_trained_ranks=True,
 )

@@ -96,7 +96,6 @@ SHIPPED: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "advise": "flexrlhf.guideline.advice.advise:advise",
             "simulate": "flexrlhf.guideline.simulation.simulate:simulate",
             "read_record": "flexrlhf.report.run_record:read_record",
-            "vllm_sampler": "flexrlhf.engines.vllm.served:VllmSampler",
         },
         # the settings of a YAML without a placement, and of placement: auto
         "chooser": {"search": "flexrlhf.guideline.advice.auto:choose"},

@@ -48,6 +48,8 @@ _LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "m
 """Files with the limit of a container and its usage, of both versions of control groups."""
 UNLIMITED_BYTES = 2**50
 """Bytes from which a limit of memory is none."""
+SHOWN = ("torch", "transformers")
+"""Libraries whose versions are always shown."""
 NAME = "libraries"
 
 
@@ -200,7 +202,7 @@ def judge_libraries(needed: Sequence[Requirement], installed: Mapping[str, str |
         return Check(NAME, "FAILS", ", ".join(older), f"pip install {_command(needed, older)}")
     if newer:
         return Check(NAME, "warning", ", ".join(newer), f"pip install {_command(needed, newer)}")
-    main = [each.name for each in needed if each.name in ("torch", "transformers") or each.marker is not None]
+    main = [each.name for each in needed if each.name in SHOWN or each.marker is not None]
     return Check(NAME, "ok", ", ".join(_as_tested(name, installed[name] or "", tested_versions()) for name in main))
 
 

@@ -156,7 +156,7 @@ class SequenceLengths:
         """Return the rows that are decoded together, of ``rows`` in all."""
         tokens = model.settings.generate_tokens
         whole = max(1, tokens // self.width)
-        fitting = PagedCache(tokens, self.prompt, self.response).most_rows if model.has_cache else whole
+        fitting = PagedCache.of(model, self.prompt, self.response).most_rows if model.has_cache else whole
         return fitting if rows is None else min(fitting, rows)
 
 
@@ -389,7 +389,7 @@ class Sizing:
                 if is_kept:
                     del found[CACHE]
                 return found
-            most = PagedCache(settings.generate_tokens, texts.prompt, texts.response).most_step_tokens
+            most = PagedCache.of(model, texts.prompt, texts.response).most_step_tokens
             step = min(most, max(texts.prompt, rows * texts.width))
             # a stage of vLLM keeps a place for hidden states that it receives
             received = {"between stages": blocks.received_bytes(most)} if blocks.stage else {}

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Protocol, Self, TypeVar
 
 from flexrlhf.config.axes import OF_EXPERTS, OF_PARTS
-from flexrlhf.config.engines import TORCH, EngineFacts, Split
+from flexrlhf.config.engines import EngineFacts, Split
 from flexrlhf.config.model_settings import DTYPE_BYTES, Dtype, Head, LoraSpec, ModelSpec, ShadowSpec
 from flexrlhf.config.placement_settings import OperatorPlacement
 from flexrlhf.config.spec import RolloutSpec
@@ -140,7 +140,7 @@ class PlacedModel:
     @property
     def keeps_slots(self) -> bool:
         """Whether its slots keep the rows of episodes between turns (``TorchEngine.advance``)."""
-        return self.engine == "torch" and not self.shares_passes
+        return self.facts.plain_modules and not self.shares_passes
 
     @property
     def num_shards(self) -> int:
@@ -352,7 +352,7 @@ class PlacedModel:
     @property
     def shared_buffer(self) -> str:
         """Why no tensor of the trained model can be freed by itself; empty if tensors can."""
-        if self.engine == TORCH.name or (self.facts.fused_layers and self.settings.zero == 0):
+        if self.settings.zero in self.facts.separate_tensors:
             return ""
         return f"{self.engine} keeps the weights of {self.name} in one buffer"
 
@@ -360,7 +360,7 @@ class PlacedModel:
         """Return why this copy on ranks of its ``source`` stores all of its weights by itself; empty if it need not."""
         if not self.is_transient:
             return "its weights stay between its calls"
-        if self.engine != TORCH.name or self.split != "whole":
+        if not self.facts.plain_modules or self.split != "whole":
             return f"{self.engine} has shards or buffers of its own"
         if source.split == "flat":
             return f"{source.engine} shards {source.name} as flat ranges"

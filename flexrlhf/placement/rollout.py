@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import SettingError
 from flexrlhf.placement.layout import BatchShape, Layout
+from flexrlhf.placement.placed import PlacedModel
 
 _OF_MODULES = (
     *("trust_remote_code", "attention", "liger", "tiled_mlp", "compile", "share_prompts", "cuda_graphs"),
@@ -19,15 +19,17 @@ _OF_MODULES = (
 
 @dataclass(frozen=True)
 class PagedCache:
-    """Cache of vLLM, and what it has room for.
+    """Cache of a rollout engine in pages, as vLLM's, and the rows that it has room for.
 
     tokens:            whose keys and values it stores.
     prompt, response:  tokens of a row, at most.
+    block:             tokens of a page.
     """
 
     tokens: int
     prompt: int
     response: int
+    block: int
 
     FREE: ClassVar = 0.05
     """Share of the cache that vLLM keeps free when it admits a row, into which rows grow that are already decoded."""
@@ -38,6 +40,11 @@ class PagedCache:
     BEGUN: ClassVar = 16
     """One of so many parts of the longest response, with which a row is counted when it is admitted."""
 
+    @classmethod
+    def of(cls, model: PlacedModel, prompt: int, response: int) -> PagedCache:
+        """Return the cache of a model that decodes rows of so many tokens."""
+        return cls(model.settings.generate_tokens, prompt, response, model.facts.cache_block)
+
     @property
     def most_rows(self) -> int:
         """Most rows that vLLM decodes at a time: as many as its cache has pages for when they begin.
@@ -45,9 +52,8 @@ class PagedCache:
         vLLM gives a row a page whenever it has filled one. When no page is left, the row that was admitted last is put
         back; later its tokens are computed again in one pass, and it goes on with the same tokens.
         """
-        block = EngineFacts.of("vllm").cache_block
-        blocks_of_row = -(-(self.prompt + self.response // self.BEGUN) // block)
-        return min(self.MOST_ROWS, max(1, self.tokens // block // blocks_of_row))
+        blocks_of_row = -(-(self.prompt + self.response // self.BEGUN) // self.block)
+        return min(self.MOST_ROWS, max(1, self.tokens // self.block // blocks_of_row))
 
     @property
     def most_step_tokens(self) -> int:

@@ -91,7 +91,7 @@ def check_run_engines(placement: Placement, shapes: Mapping[str, ModelShape]) ->
     """Raise UserError for a model that its engine does not run, though it is planned."""
     for model in placement.models:
         sizes = shapes[model.role].sizes if model.role in shapes else None
-        if model.rollout is not None and model.engine == "vllm" and sizes is not None and sizes.latent is not None:
+        if not model.facts.renews_latent and sizes is not None and sizes.latent is not None:
             raise SettingError.of(
                 "rollout",
                 "engine",

@@ -60,31 +60,32 @@ def with_rollout_engine(
     if obstacle := obstacle or _obstacle(spec, graph, role, family):
         return _with_transformers(spec, obstacle), f"transformers, since {obstacle}"
     devices = " and ".join(cluster.classes)
-    return _with_engine(spec, "vllm"), f"vllm, since all devices are {devices}, and it serves {family} models"
+    chosen = EngineFacts.of_auto().name
+    return _with_engine(spec, chosen), f"{chosen}, since all devices are {devices}, and it serves {family} models"
 
 
 def _obstacle(spec: Spec, graph: Graph, role: str, family: str) -> str:
-    """Return why vLLM cannot generate, or is not chosen; empty for no reason."""
-    model, placement = spec.models.of(role), spec.placement
+    """Return why the engine of ``auto`` cannot generate, or is not chosen; empty for no reason."""
+    facts, model, placement = EngineFacts.of_auto(), spec.models.of(role), spec.placement
     entries = placement.models if isinstance(placement, PlacementMap) else {}
     has_copies = spec.schedule.lag > 0 or spec.sync.every > 1 or any(ModelName(name).copy for name in entries)
     has_copies |= isinstance(placement, tuple) and len(placement) > len(graph.roles)
-    least = EngineFacts.of("vllm").least_temperature
+    name, least = facts.name, facts.least_temperature
     obstacles = {
-        f"vllm serves {either(Families.SERVED)} models": family not in Families.SERVED,
+        f"{name} serves {either(Families.SERVED)} models": family not in Families.SERVED,
         f"models.{role}.cuda_graphs is for transformers": model is not None and model.cuda_graphs,
         f"the {role} also computes values": heads_of(graph)[role] == "both",
-        f"models.{role}.router_replay records experts, which vllm does not return here": (
+        f"models.{role}.router_replay records experts, which {name} does not return here": (
             model is not None and model.has_replay
         ),
         f"models.{role}.shadow is the copy that generates": model is not None and model.shadow is not None,
         f"placement has {ModelName.shadow_of(role)}": ModelName.shadow_of(role) in entries,
         "an operator of placement.operators generates with an engine of its own": any(
-            spec.operators[each.name].engine not in (None, "vllm")
+            spec.operators[each.name].engine not in (None, name)
             for each in graph.operators
             if each.kind == "generate" and each.name in spec.operators
         ),
-        f"vllm samples at a temperature of at least {least}": spec.algorithm.temperature < least,
+        f"{name} samples at a temperature of at least {least}": spec.algorithm.temperature < least,
         "top_p, top_k or min_response_tokens cut the distribution that rollout.parity compares (null: it does not)": (
             compares_cut_logprobs(spec)
         ),

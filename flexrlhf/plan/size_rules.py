@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from flexrlhf.config.axes import AXES
-from flexrlhf.config.engines import TORCH
 from flexrlhf.config.model_names import Families
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.rules import NO, YES, Rule, RuleTable, but, listed_by, made_by, with_item
@@ -156,7 +155,7 @@ _FAMILIES = (
 _GRAPHS = (
     Rule(
         "cuda_graphs",
-        {"engine": (TORCH.name,), "tp": (1,), "role.split": ("whole",)},
+        {"engine.plain_modules": YES, "tp": (1,), "role.split": ("whole",)},
         when={"run.generates": YES},
         reason="true is for engine torch with tp 1 and whole weights on each rank, found engine {engine}, tp {tp}, "
         "zero {zero}",

@@ -11,7 +11,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, Protocol
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from flexrlhf.config.plugins import load_plugin
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.data.chat import ChatTemplate, own_template
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.encoding import bos_in_front
@@ -35,7 +34,6 @@ from flexrlhf.runs.conversation import Policies
 from flexrlhf.runs.served_scores import chosen_device
 from flexrlhf.serving.model_calls import CallRefused, ModelCall, ModelReply, ScoredToken
 
-SamplerName = Literal["auto", "vllm", "transformers"]
 GENERATION = "generation_config.json"
 GATHER_SECONDS = 0.01
 """Time in which the first of several calls waits for the others."""
@@ -356,7 +354,7 @@ def _without(text: str, parts: Iterable[str]) -> str:
 
 def load_policy(
     run: Path,
-    engine: SamplerName,
+    engine: str,
     device: str,
     most_rows: int,
     most_tokens: int | None,
@@ -373,16 +371,17 @@ def load_policy(
     place, found = chosen_device(device), Policies.find(run)
     is_adapter = (found.after / "adapter_config.json").is_file()
     if engine == "auto":
-        has_vllm = find_spec("vllm") is not None and place == "cuda" and not is_adapter
-        engine = "vllm" if has_vllm else "transformers"
-    if engine == "vllm":
-        if find_spec("vllm") is None:
-            raise UserError("--engine vllm: vllm is not installed; use transformers")
+        served = next(facts for facts in EngineFacts.all_engines() if facts.sampler)
+        engine = served.name if served.is_installed and place == "cuda" and not is_adapter else "transformers"
+    facts = EngineFacts.of(engine)
+    if facts.sampler:
+        if not facts.is_installed:
+            raise UserError(f"--engine {engine}: {engine} is not installed; use transformers")
         if is_adapter:
-            raise UserError(f"--engine vllm: {found.after} has adapters alone; merge them with flexrlhf export")
+            raise UserError(f"--engine {engine}: {found.after} has adapters alone; merge them with flexrlhf export")
         tokenizer = found.tokenizer(found.after)
         config = GenerationConfig.from_pretrained(found.after) if (found.after / GENERATION).is_file() else None
-        sampler: TokenSampler = load_plugin("functions", "vllm_sampler")(found.after, found.after, place, most_rows)
+        sampler: TokenSampler = facts.part(facts.sampler)(found.after, found.after, place, most_rows)
     else:
         speaker = found.load(found.after)
         # before the sampler replaces it

@@ -23,5 +23,6 @@ DEEPSPEED = EngineFacts(
     memory="flexrlhf.engines.deepspeed.memory:DeepSpeedBytes",
     check_config="flexrlhf.engines.deepspeed.config:check_config",
     priced_as="deepspeed",
+    published="deepspeed",
     groups_of_one=True,
 )

@@ -17,6 +17,7 @@ MEGATRON = EngineFacts(
     sequence_parallel=True,
     cpu_module="megatron_cpu",
     fused_layers=True,
+    separate_tensors=(0,),
     vocabulary_multiple=1,
     memory="flexrlhf.engines.megatron.memory:MegatronBytes",
     priced_as="torch",

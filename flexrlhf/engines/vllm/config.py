@@ -35,7 +35,7 @@ def engine_arguments(model: PlacedModel, lengths: Lengths, kv_bytes: int, device
     """
     rollout, settings = model.rollout, model.settings
     assert rollout is not None, f"{model.name} is no rollout engine"
-    cache = PagedCache(settings.generate_tokens, lengths.prompt, lengths.response)
+    cache = PagedCache.of(model, lengths.prompt, lengths.response)
     defaults = {"max_num_seqs": cache.most_rows, "max_num_batched_tokens": cache.most_step_tokens}
     return {
         **defaults,

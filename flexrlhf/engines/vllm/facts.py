@@ -28,4 +28,8 @@ VLLM = EngineFacts(
     cache_block=32,
     one_in_process=True,
     least_temperature=0.01,
+    by_requests=True,
+    renews_latent=False,
+    is_auto=True,
+    sampler="flexrlhf.engines.vllm.served:VllmSampler",
 )

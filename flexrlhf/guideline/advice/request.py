@@ -113,10 +113,10 @@ class AdviceRequest:
     def _usual_rollout(self, spec: Spec) -> str:
         """Return the engine that generates where none is written: vLLM if a device and the model allow it."""
         classes = _classes(spec)
-        can = not classes or any(each.capability >= EngineFacts.of("vllm").least_capability for each in classes)
+        can = not classes or any(each.capability >= EngineFacts.of_auto().least_capability for each in classes)
         actor = spec.models.of("actor")
         config = self._source("actor").config if actor is None else read_config("actor", actor)
-        return "vllm" if can and config["model_type"] in Families.SERVED else "transformers"
+        return EngineFacts.of_auto().name if can and config["model_type"] in Families.SERVED else "transformers"
 
     def _model(self, role: str, trained: bool, spec: Spec) -> dict[str, Any]:
         """Return the settings of ``role``, for the devices of ``spec``."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-from flexrlhf.api import Cluster, DeviceClass, FoundModel, Spec, UserError
+from flexrlhf.api import TORCH, Cluster, DeviceClass, EngineFacts, FoundModel, Spec, UserError
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.candidates import FeasibleCandidate
 from flexrlhf.guideline.advice.model_options import OptionEnumerator
@@ -22,12 +22,10 @@ CLASSES = ("RTX4090-24G", "L40S-48G", "A100-80G", "H100-80G")
 """Device classes of a table, where none is named."""
 RESPONSES = (1024, 8192)
 """Response lengths of a table, where none is named."""
-ENGINES = ("torch", "deepspeed")
-"""Training engines that are tried, where none is named; the optimizer of the second may be in host memory."""
 ROLLOUTS = (None, "transformers")
 """Rollouts that are tried, where none is named: the usual one of ``advise``, then one without weights of its own."""
 FASTER = 1.1
-"""Speed at which an engine is preferred to one before it in ``ENGINES``."""
+"""Speed at which a training engine is preferred to one that is tried before it."""
 TIMES = (1, 2, 4)
 """Multiples of the fewest devices for which speed is predicted."""
 MOST_DEVICES = 512
@@ -155,7 +153,9 @@ class SizeTable:
     def ways(self, options: AdviceOptions) -> list[AdviceOptions]:
         """Return ``options`` with each rollout and training engine that has the settings of the cell, in the order of
         preference. Raises UserError if the first has not."""
-        engines = ENGINES if options.engine is None else (options.engine,)
+        # the optimizer of the second may be in host memory
+        tried = dict.fromkeys(each for each in (TORCH.name, EngineFacts.offloading_engine()) if each)
+        engines = tuple(tried) if options.engine is None else (options.engine,)
         rollouts = ROLLOUTS if options.rollout is None else (options.rollout,)
         found: list[AdviceOptions] = []
         specs: list[Spec] = []

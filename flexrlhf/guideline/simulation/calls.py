@@ -284,7 +284,7 @@ def engine_of(model: PlacedModel) -> str:
 
 def reads_prompts_once(model: PlacedModel) -> bool:
     """Whether generation reads a prompt once for all of its samples."""
-    return model.engine == "vllm" or model.settings.share_prompts
+    return model.facts.by_requests or model.settings.share_prompts
 
 
 def texts_per_row(operator: Operator) -> int:

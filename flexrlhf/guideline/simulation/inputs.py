@@ -100,12 +100,10 @@ class CostSource:
 def engine_family(plan: Plan) -> EngineFamily:
     """Return the family whose published rows the range of ``plan`` is derived from."""
     trained = [model for model in plan.placement.models if model.trained]
-    engines = {model.facts.priced_as for model in trained}
+    families = {EngineFacts.of(model.facts.priced_as).published for model in trained}
     if any(model.settings.lora is not None for model in trained):
         return "adapters"
-    if engines == {"deepspeed"}:
-        return "deepspeed"
-    return "torch and megatron" if engines <= {"torch", "megatron"} else "figures"
+    return families.pop() if len(families) == 1 else "figures"
 
 
 def costs_for(spec: Spec, profile: Path | None) -> CostSource:

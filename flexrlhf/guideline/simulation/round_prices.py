@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain, zip_longest
 from typing import TypeVar
 
-from flexrlhf.api import Instruction, PackedPass, PlacedModel, Plan, Run, TextGroup
+from flexrlhf.api import EngineFacts, Instruction, PackedPass, PlacedModel, Plan, Run, TextGroup
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.simulation.calls import CallMaker, all_passes, mixed, reads_prompts_once, texts_per_row
 from flexrlhf.guideline.simulation.episode_prices import REPLIES
@@ -172,7 +172,7 @@ class RoundPricer:
         # attention in a pass grows with the square of a text's length
         width = sum(length**2 for length in lengths) / sum(lengths)
         passes = [(max(1, round(sum(lengths) / width)), width)]
-        if whole.engine != "vllm":
+        if not EngineFacts.of(whole.engine).by_requests:
             texts = tuple((TextGroup(round(length), (0,)),) for length in lengths)
             budget = len(texts) * round(max(lengths))
             passes = [(len(each.rows), each.width) for each in PackedPass.all_of(texts, budget, together=False)]
