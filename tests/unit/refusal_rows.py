@@ -1,4 +1,5 @@
-"""Rows of refusals/*.yaml: a base run and settings, and the sentence that refuses them."""
+"""Rows of refusals/*.yaml: a base run and settings, and the sentence that refuses them; rows of refused_commands.yaml:
+a command line and its sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 from small_runs import PPO
@@ -26,6 +27,7 @@ from flexrlhf.plan.pipeline import make_plan
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
 FOLDER = HERE / "refusals"
+COMMANDS = HERE / "refused_commands.yaml"
 LONGEST = 150
 """Characters of a row's name."""
 Raw = dict[str, Any]
@@ -90,14 +92,54 @@ class RefusalRow:
 
     def write(self, sentence: str) -> None:
         """Replace the sentence of this row in its file."""
-        with (FOLDER / f"{self.subject}.yaml").open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            lines = file.read().splitlines(keepends=True)
-            numbers = [number for number, line in enumerate(lines) if line.startswith("  sentence: ")]
-            lines[numbers[self.index]] = f"  sentence: {json.dumps(sentence, ensure_ascii=False)}\n"
-            file.seek(0)
-            file.write("".join(lines))
-            file.truncate()
+        write_sentence(FOLDER / f"{self.subject}.yaml", self.index, sentence)
+
+
+@dataclass(frozen=True)
+class CommandRow:
+    """One row of refused_commands.yaml.
+
+    command:   as a shell has it; PLAN at its begin stands for each command that plans.
+    files:     text by name, next to those that every command finds.
+    sentence:  on stderr, without the program's name.
+    index:     of the row in its file.
+    """
+
+    command: str
+    files: Mapping[str, str]
+    sentence: str
+    index: int
+
+    PLANNING: ClassVar[tuple[str, ...]] = ("plan", "run --dry-run", "run")
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The commands that the row stands for, one that changes from row to row first."""
+        turn = self.index % len(self.PLANNING)
+        planning = (*self.PLANNING[turn:], *self.PLANNING[:turn]) if self.command.startswith("PLAN ") else ("",)
+        return tuple(self.command.replace("PLAN", command, 1) if command else self.command for command in planning)
+
+    def write(self, sentence: str) -> None:
+        """Replace the sentence of this row in its file."""
+        write_sentence(COMMANDS, self.index, sentence)
+
+
+def write_sentence(path: Path, index: int, sentence: str) -> None:
+    """Replace the sentence of the row with this index, whatever other processes write there."""
+    with path.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        lines = file.read().splitlines(keepends=True)
+        numbers = [number for number, line in enumerate(lines) if line.startswith("  sentence: ")]
+        lines[numbers[index]] = f"  sentence: {json.dumps(sentence, ensure_ascii=False)}\n"
+        file.seek(0)
+        file.write("".join(lines))
+        file.truncate()
+
+
+def command_rows() -> Iterator[CommandRow]:
+    """Yield the rows of command lines."""
+    for index, row in enumerate(read_settings(COMMANDS.read_text())):
+        yield CommandRow(row["command"], row.get("files", {}), row["sentence"], index)
 
 
 def all_rows() -> Iterator[RefusalRow]:

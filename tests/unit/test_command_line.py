@@ -102,12 +102,6 @@ def test_a_vector_has_a_form_for_every_shell(words: tuple[str, ...], invoke: Inv
     assert "interleaving on 2 devices" in invoke("plan", "a.yaml", "--devices", "2", *words)
 
 
-def test_a_vector_that_a_shell_has_replaced_is_refused(invoke: Invoke) -> None:
-    Path("1").touch()
-    found = CliRunner().invoke(app, ["plan", "a.yaml", "--placement-ratio", "1"])
-    assert found.exit_code == 2 and "which a shell puts in the place of [1,1,0.5,0.5]" in found.output
-
-
 def test_the_version_is_an_attribute() -> None:
     assert flexrlhf.__version__ == version("flexrlhf")
 
@@ -370,11 +364,6 @@ def test_all_settings_are_listed_with_a_meaning(invoke: Invoke) -> None:
 def test_settings_are_found(text: str, found: str, absent: str, invoke: Invoke) -> None:
     lines = invoke("settings", text).splitlines()
     assert found in lines and absent not in lines
-
-
-def test_settings_that_are_not_there_get_the_nearest() -> None:
-    result = CliRunner().invoke(app, ["settings", "models.actor.optimiser"])
-    assert result.exit_code == 2 and "(did you mean 'optimizer'?)" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -193,11 +193,3 @@ def test_two_packages_may_not_have_one_name(install: Install, tmp_path: Path, mo
     with pytest.raises(UserError, match="engine torch: of flexrlhf and of guest; uninstall one of them"):
         Plugin.find("engines", "guest")
     assert isinstance(Spec.parse(PPO), Spec)
-
-
-def test_an_unknown_launcher_is_named(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["run", "--launcher", "rya"])
-    assert result.exit_code == 2
-    assert result.stderr == (
-        "flexrlhf: --launcher 'rya': unknown (did you mean 'ray'?); known: auto, local, torchrun, slurm, ray\n"
-    )

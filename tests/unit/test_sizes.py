@@ -35,23 +35,6 @@ def numbers(cell: str) -> tuple[int, list[float]]:
     return int(devices.split()[0]), [float(speed) for speed in speeds.split(" / ")]
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("nosuchmodel",), "flexrlhf: MODEL nosuchmodel: "),
-        (("qwen2.5-7b", "--algorithm", "nope"), "flexrlhf: size: algorithm.name: unknown algorithm 'nope'"),
-        (
-            ("qwen2.5-7b", "--response-tokens", "999999999999"),
-            "must be less than or equal to 20000000",
-        ),
-        (("qwen2.5-7b", "-o", "/proc/sizes"), "flexrlhf: --output /proc/sizes: cannot be written"),
-    ],
-)
-def test_a_table_that_cannot_be_made_is_refused_at_once(words: tuple[str, ...], sentence: str) -> None:
-    result = CliRunner().invoke(app, ["size", *words])
-    assert result.exit_code == 2 and sentence in result.output and result.output.count("\n") == 1
-
-
 def option(name: str) -> str:
     return COMMAND[COMMAND.index(name) + 1]
 
