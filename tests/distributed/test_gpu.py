@@ -75,7 +75,7 @@ def test_bfloat16_on_forced_tokens_stays_near_float32(launches: Launches, case: 
 
 
 def test_planned_memory_is_allocated_memory(launches: Launches) -> None:
-    outcome = outcome_of(launches, "torch", 3)
+    outcome = outcome_of(launches.assets, "torch", 3)
     for rank, memory in enumerate(outcome.plan.memories):
         planned = memory.peak_bytes if DEVICE == "cuda" else memory.process_bytes
         measured = outcome.trace["otherData"]["peak_bytes"][str(rank)]

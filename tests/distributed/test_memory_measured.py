@@ -7,8 +7,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from cases import DEVICE, Case
-from launcher import Launches, Outcome
+from cases import DEVICE, Assets, Case
+from launcher import Outcome
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.launch.start import launch
@@ -31,10 +31,10 @@ ENGINES = [(engine, zero) for engine in ("torch", "deepspeed") for zero in (0, 3
 _OUTCOMES: dict[tuple[str, int], Outcome] = {}
 
 
-def outcome_of(launches: Launches, engine: str, zero: int) -> Outcome:
+def outcome_of(assets: Assets, engine: str, zero: int) -> Outcome:
     """Two updates on two fresh processes: an earlier run's memory in the allocator would count."""
     if (engine, zero) not in _OUTCOMES:
-        plan = make_plan(Spec.parse(raw_spec(launches.assets.directory, engine, zero)))
+        plan = make_plan(Spec.parse(raw_spec(assets.directory, engine, zero)))
         RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
         # so that freed memory leaves the resident set, as it leaves a GPU's count
         with patch.dict(os.environ, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="1000000"):
@@ -61,8 +61,8 @@ def raw_spec(directory: Path, engine: str, zero: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("engine", "zero"), ENGINES)
-def test_tensors_take_the_planned_bytes(launches: Launches, engine: str, zero: int) -> None:
-    outcome = outcome_of(launches, engine, zero)
+def test_tensors_take_the_planned_bytes(assets: Assets, engine: str, zero: int) -> None:
+    outcome = outcome_of(assets, engine, zero)
     (model,) = outcome.plan.placement.models
     for rank in range(2):
         usage, state = outcome.trace["otherData"]["held_bytes"][str(rank)]["actor"], outcome.plan.state(model, rank)
@@ -73,8 +73,8 @@ def test_tensors_take_the_planned_bytes(launches: Launches, engine: str, zero: i
 
 
 @pytest.mark.parametrize(("engine", "zero"), ENGINES)
-def test_the_process_grows_as_planned(launches: Launches, engine: str, zero: int) -> None:
-    outcome = outcome_of(launches, engine, zero)
+def test_the_process_grows_as_planned(assets: Assets, engine: str, zero: int) -> None:
+    outcome = outcome_of(assets, engine, zero)
     for rank in range(2):
         planned, measured = (
             outcome.plan.memories[rank].process_bytes,
@@ -104,9 +104,9 @@ def operators_spec(directory: Path) -> dict[str, object]:
     }
 
 
-def test_a_copy_for_one_operator_takes_memory_while_it_exists(launches: Launches) -> None:
+def test_a_copy_for_one_operator_takes_memory_while_it_exists(assets: Assets) -> None:
     """Unreleased weights of 440 MB would add a third to the peak, which is reached in the following training."""
-    plan = make_plan(Spec.parse(operators_spec(launches.assets.directory)))
+    plan = make_plan(Spec.parse(operators_spec(assets.directory)))
     RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
     with patch.dict(os.environ, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="1000000"):
         launch([RunOrder(plan.spec)], plan, Hosts())

@@ -13,7 +13,7 @@ import yaml
 from cases import ROLES, SHAPES, Assets, Case, algorithm_of
 from commands import start
 from comparison import deviations
-from launcher import Launches, Outcome, run_orders
+from launcher import Outcome, run_orders
 from peft import PeftModel
 from reference_responses import read_examples
 from safetensors.torch import load_file
@@ -252,10 +252,10 @@ def _kind(case: Case) -> tuple[int, bool]:
 
 
 @pytest.fixture(scope="module")
-def resumptions(launches: Launches, request: pytest.FixtureRequest) -> Resumptions:
+def resumptions(assets: Assets, request: pytest.FixtureRequest) -> Resumptions:
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and hasattr(item, "callspec")]
     selected = [value for item in items for value in item.callspec.params.values() if isinstance(value, Pair)]
-    return Resumptions(launches.assets, list(dict.fromkeys(selected)))
+    return Resumptions(assets, list(dict.fromkeys(selected)))
 
 
 def cases(*pairs: Pair) -> list[object]:
@@ -304,13 +304,13 @@ class Service:
 """An environment that fails in second turns until its service is up."""
 
 
-def test_a_resumed_row_gets_further_than_its_record(launches: Launches, tmp_path: Path) -> None:
+def test_a_resumed_row_gets_further_than_its_record(assets: Assets, tmp_path: Path) -> None:
     """A service is up that was down before, so that episodes go on which had ended: none is trained on before the
     reply to its last turn. Late replies are carried, and a row's last turn is in its second step."""
     (tmp_path / "service.py").write_text(SERVICE)
     (tmp_path / "down").touch()
     case = Case("remax-episodes", "co-located", 1)
-    raw = yaml.safe_load(launches.assets.spec(case).dump())
+    raw = yaml.safe_load(assets.spec(case).dump())
     raw["environment"] = {"path": f"{tmp_path}/service.py:Service", "turn_tokens": 3, "max_failures": 1000}
     raw["rollout"] |= {"segment_tokens": 4, "max_segments": 2}
     checkpoint = {"every": NEXT_STEP, "keep_last": 9}

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import Launches, run_orders
+from cases import Assets
+from launcher import run_orders
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.plan.pipeline import make_plan
@@ -43,11 +44,11 @@ NAMES = [pytest.param(name, marks=[pytest.mark.full] * (name in IN_FULL_ALONE)) 
 _PLANS: dict[str, Plan] = {}
 
 
-def plan_of(launches: Launches, name: str) -> Plan:
+def plan_of(assets: Assets, name: str) -> Plan:
     """The plan of a run that has ended, launched with all others of the default tests or of the others."""
     if name not in _PLANS:
         names = [each for each in RUNS if (each in IN_FULL_ALONE) == (name in IN_FULL_ALONE)]
-        specs = [Spec.parse(raw_spec(launches.assets.directory, each)) for each in names]
+        specs = [Spec.parse(raw_spec(assets.directory, each)) for each in names]
         run_orders([RunOrder(spec) for spec in specs])
         _PLANS.update(zip(names, map(make_plan, specs), strict=True))
     return _PLANS[name]
@@ -77,8 +78,8 @@ def raw_spec(assets: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_planned_bytes_are_metered(launches: Launches, name: str) -> None:
-    plan = plan_of(launches, name)
+def test_planned_bytes_are_metered(assets: Assets, name: str) -> None:
+    plan = plan_of(assets, name)
     (copy,) = (model for model in plan.placement.models if model.is_transient)
     moved = {each.model for each in plan.schedule.instructions if isinstance(each, Offload)}
     assert ("actor" in moved) == (name in ("offloaded", "viewed"))
