@@ -8,16 +8,8 @@ from collections.abc import Sequence
 from flexrlhf.api import Cluster, DiskDemand, JobSecret, Plan, Sides, UserError, bytes_text, counted, ranks_text
 from flexrlhf.guideline.simulation.inputs import ordinary_cpu
 from flexrlhf.guideline.simulation.simulate import simulate
+from flexrlhf.measure import host_checks
 from flexrlhf.measure.facts import Check, HostFacts, JobFacts, LinkFacts, Result, united
-from flexrlhf.measure.host_checks import (
-    check_devices,
-    check_host_libraries,
-    check_inputs,
-    check_memory_found,
-    check_memory_plan,
-    check_open_files,
-    check_shared_memory,
-)
 
 MOST_CLOCK_SECONDS = 1.0
 """Difference of clocks from which causes of failures, compared by their times, are in doubt."""
@@ -37,19 +29,19 @@ def judge(plans: Sequence[Plan], job: JobFacts, failure: str = "") -> list[Check
     """
     used = job.groups.open_files if job.groups is not None else 0
     return [
-        check_devices(plans, job),
-        check_host_libraries(job.hosts),
-        check_memory_plan(plans),
-        check_memory_found(plans, job),
-        check_inputs(job.hosts),
+        host_checks.check_devices(plans, job),
+        host_checks.check_host_libraries(job.hosts),
+        host_checks.check_memory_plan(plans),
+        host_checks.check_memory_found(plans, job),
+        host_checks.check_inputs(job.hosts),
         check_reached(job, failure),
         *check_terms(job.hosts),
         check_directories(job),
         job.hosts[0].disk,
         check_clocks(job),
         check_speed(plans[0].cluster, job),
-        united("shared memory", map(check_shared_memory, job.hosts)),
-        united("open files", (check_open_files(host, used) for host in job.hosts)),
+        united("shared memory", map(host_checks.check_shared_memory, job.hosts)),
+        united("open files", (host_checks.check_open_files(host, used) for host in job.hosts)),
         check_links(plans, job),
     ]
 

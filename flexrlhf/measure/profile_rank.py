@@ -18,6 +18,7 @@ import transformers
 from flexrlhf.api import Layout, ParallelDims, PlacedModel, Plan, Spec, make_plan, process_directory, read_yaml
 from flexrlhf.api.engine import DTYPES, BareRank, LoadedModel, joined_rank, limit_threads
 from flexrlhf.guideline.costs.measurements import Machine, Measurements, ModelTimes, Points, write_measurements
+from flexrlhf.measure import traffic
 from flexrlhf.measure.layer_calls import SlimModel, measure_embedding, measure_slim
 from flexrlhf.measure.layer_split import SlimTimes, layer_times, update_times
 from flexrlhf.measure.model_calls import ProfileContext, measure_combine, measure_contention
@@ -32,14 +33,6 @@ from flexrlhf.measure.profiled_models import (
     slim_spec,
 )
 from flexrlhf.measure.stopwatch import Stopwatch
-from flexrlhf.measure.traffic import (
-    measure_memory,
-    measure_moves,
-    measure_reduce,
-    measure_save,
-    measure_switch,
-    measure_sync,
-)
 
 SHARE_OF_OTHERS, NUM_OTHERS = 0.3, 10
 """Share of the time for all that is not a model's calls, and number of such measurements."""
@@ -154,8 +147,8 @@ class PlanProfiler:
         trained = next(each for each in plan.placement.models if each.name == role)
         with self._rank.loaded(plan, trained) as loaded, process_directory() as directory:
             combine = self._combine(loaded)
-            switch = measure_switch(context, loaded)
-            save = measure_save(context, loaded, directory)
+            switch = traffic.measure_switch(context, loaded)
+            save = traffic.measure_save(context, loaded, directory)
         several = self._world.size > 1
         plain, sums = self._bookkeeping()
         return Measurements(
@@ -165,10 +158,10 @@ class PlanProfiler:
             bookkeeping=plain,
             statistics=sums,
             contention=self._contention(plan, trained),
-            memory_bytes_s=measure_memory(context),
-            reduce=measure_reduce(context) if several else None,
-            moves=measure_moves(context) if several else {},
-            sync=measure_sync(context) if several else None,
+            memory_bytes_s=traffic.measure_memory(context),
+            reduce=traffic.measure_reduce(context) if several else None,
+            moves=traffic.measure_moves(context) if several else {},
+            sync=traffic.measure_sync(context) if several else None,
             switch=switch,
             save=save,
         )

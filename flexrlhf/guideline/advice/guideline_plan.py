@@ -10,23 +10,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from flexrlhf.api import ModelName, ModelSpec, Strategy
+from flexrlhf.guideline.advice import guideline_rules
 from flexrlhf.guideline.advice.candidates import offloaded_spaces
-from flexrlhf.guideline.advice.guideline_rules import (
-    DISAGGREGATE,
-    EVEN_PHASES,
-    FEW_NODES,
-    FULL,
-    IN_NODES,
-    INTERLEAVE,
-    LEAST_SHADOW,
-    MOST_SHADOW,
-    SHADOW_SHARE,
-    SPARE_SHADOW,
-    STOP_BEFORE_FULL,
-    are_even,
-    fitting_role,
-    memory_sizes,
-)
 from flexrlhf.guideline.advice.proposals import Allowed, choose_settings, in_space, vector_ranks
 from flexrlhf.guideline.advice.sketch import SearchModel
 from flexrlhf.guideline.advice.space import Space, chunk_counts, with_schedule, with_syncs_in_turn
@@ -66,21 +51,25 @@ def guideline(plain: Space, shadowed: Space | None) -> GuidelineResult:
         shadowed = with_syncs_in_turn(shadowed)
     if len(plain.devices) > 1:
         return _until_full(plain, lambda space: _by_class(space, shadowed and replace(shadowed, usable=space.usable)))
-    found = _until_full(shadowed, _disaggregated) if shadowed and plain.cluster.num_nodes > FEW_NODES else None
+    found = (
+        _until_full(shadowed, _disaggregated)
+        if shadowed and plain.cluster.num_nodes > guideline_rules.FEW_NODES
+        else None
+    )
     if found is not None and found.assignment is not None:
         return found
     whole = _until_full(plain, _on_few_nodes)
-    misses = {} if found is None else {DISAGGREGATE.name: "neither side has the memory for its models"}
+    misses = {} if found is None else {guideline_rules.DISAGGREGATE.name: "neither side has the memory for its models"}
     return replace(whole, misses={**whole.misses, **misses})
 
 
 def _until_full(space: Space, place: Callable[[Space], GuidelineResult]) -> GuidelineResult:
     """Return what ``place`` finds on devices that are filled to 95 %, else on full ones."""
-    found = place(replace(space, usable=min(FULL, space.usable)))
+    found = place(replace(space, usable=min(guideline_rules.FULL, space.usable)))
     if found.assignment is not None:
         return found
     full = place(replace(space, usable=1.0))
-    return replace(full, misses={STOP_BEFORE_FULL.name: "less memory is not enough", **full.misses})
+    return replace(full, misses={guideline_rules.STOP_BEFORE_FULL.name: "less memory is not enough", **full.misses})
 
 
 # --- one or two nodes
@@ -88,16 +77,16 @@ def _until_full(space: Space, place: Callable[[Space], GuidelineResult]) -> Guid
 
 def _on_few_nodes(space: Space) -> GuidelineResult:
     """Interleave models for inference by halves if one of them fits a node, else co-locate all."""
-    sizes = memory_sizes(space.spec, space.shapes, space.roles.trained, space.cluster)
+    sizes = guideline_rules.memory_sizes(space.spec, space.shapes, space.roles.trained, space.cluster)
     halves, whole = Fraction(1, 2), Fraction(1)
-    if fitting_role(sizes, space.roles.trained, space.cluster) is None:
+    if guideline_rules.fitting_role(sizes, space.roles.trained, space.cluster) is None:
         return _colocated(space, {})
     vector = tuple(whole if role in space.roles.trained else halves for role in space.roles.all)
     ranks = vector_ranks(space, vector)
     found = None if ranks is None else _first_that_fits(space, [ranks])
     if found is None:
         why = "halves are no whole devices" if ranks is None else "halves of the devices lack memory for it"
-        return _colocated(space, {INTERLEAVE.name: why})
+        return _colocated(space, {guideline_rules.INTERLEAVE.name: why})
     return replace(found, name=Strategy.INTERLEAVING)
 
 
@@ -123,7 +112,11 @@ def _with_idle_offloaded(space: Space, ranks: RanksByName, name: str, misses: Mi
 def _disaggregated(space: Space) -> GuidelineResult:
     """Move the shares of training, of the shadow actor and of other inference until phases are even."""
     total, step = space.pool.num_devices, _step(space.pool.num_devices, space.pool.per_node)
-    sizes = [each for each in range(step, total, step) if LEAST_SHADOW <= Fraction(each, total) <= MOST_SHADOW]
+    sizes = [
+        each
+        for each in range(step, total, step)
+        if guideline_rules.LEAST_SHADOW <= Fraction(each, total) <= guideline_rules.MOST_SHADOW
+    ]
     shared = [_apart(space, total - size, size, 0) for size in sizes]
     alone = [
         _apart(space, training, size, total - size - training)
@@ -134,7 +127,7 @@ def _disaggregated(space: Space) -> GuidelineResult:
     is_only_one = all(name == _shadow_actor(space) for name in own)
     ways: Sequence[tuple[Sequence[RanksByName], Misses]] = (
         (alone, {}),
-        (shared, {SHADOW_SHARE.name: "devices of its own leave others too little memory"}),
+        (shared, {guideline_rules.SHADOW_SHARE.name: "devices of its own leave others too little memory"}),
     )
     for groups, misses in ((shared, {}),) if is_only_one else ways:
         found = _first_that_fits(space, groups)
@@ -174,13 +167,13 @@ def _by_class(plain: Space, shadowed: Space | None) -> GuidelineResult:
     older = max(map(plain.cluster.ranks_on, others), key=len)
     if not all(ranks[-1] - ranks[0] + 1 == len(ranks) for ranks in (newer, older)):
         return GuidelineResult(Strategy.INTERLEAVING, plain, None, {})
-    misses = {SPARE_SHADOW.name: "the algorithm or the YAML has none"}
+    misses = {guideline_rules.SPARE_SHADOW.name: "the algorithm or the YAML has none"}
     if shadowed is not None:
         step = _step(len(newer), plain.pool.per_node)
         spare = [_with_spare(shadowed, newer, older, size) for size in range(step, len(newer), step)]
         if (found := _first_that_fits(shadowed, spare)) is not None:
             return found
-        misses = {SPARE_SHADOW.name: f"training needs the memory of all {len(newer)} {strongest}"}
+        misses = {guideline_rules.SPARE_SHADOW.name: f"training needs the memory of all {len(newer)} {strongest}"}
     ranks: RanksByName = {name: newer if name.role in plain.roles.trained else older for name in plain.names}
     return _with_idle_offloaded(plain, ranks, Strategy.INTERLEAVING, misses)
 
@@ -206,7 +199,7 @@ def _first_that_fits(space: Space, groups: Sequence[RanksByName]) -> GuidelineRe
     for stay in (True, False):
         found = _most_even(space, groups, stay)
         if found is not None:
-            inside = {} if stay else {IN_NODES.name: "copies that are whole inside nodes do not fit"}
+            inside = {} if stay else {guideline_rules.IN_NODES.name: "copies that are whole inside nodes do not fit"}
             return replace(found, misses={**inside, **found.misses})
     return None
 
@@ -237,16 +230,22 @@ def _most_even(space: Space, groups: Sequence[RanksByName], stay: bool) -> Guide
     pipelined = [number for number in numbers if number > 1] if space.has_shadows else []
     spaces = [with_schedule(space, number, space.spec.schedule.lag) for number in pipelined or numbers]
     timed = [
-        (not are_even(_phases(chunked, each).values()), evaluate(chunked.problem, each), index, chunked, each)
+        (
+            not guideline_rules.are_even(_phases(chunked, each).values()),
+            evaluate(chunked.problem, each),
+            index,
+            chunked,
+            each,
+        )
         for chunked in spaces
         for index, each in enumerate(in_space(chunked, chunked.problem, each) for each in assignments)
     ]
     is_uneven, _, _, chunked, assignment = min(timed, key=lambda item: item[:3])
     misses = {}
     if space.has_shadows and not pipelined:
-        misses[EVEN_PHASES.name] = "the request has room for 1 chunk"
+        misses[guideline_rules.EVEN_PHASES.name] = "the request has room for 1 chunk"
     elif space.has_shadows and is_uneven:
-        misses[EVEN_PHASES.name] = f"none of {len(assignments)} shares that fit are even"
+        misses[guideline_rules.EVEN_PHASES.name] = f"none of {len(assignments)} shares that fit are even"
     return GuidelineResult(Strategy.DISAGGREGATED, chunked, assignment, misses)
 
 
