@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from flexrlhf.api import ModelName, ModelSpec, SettingError
+from flexrlhf.guideline.advice.request_changes import DEGREES
 from flexrlhf.guideline.search.problem import Assignment, Choice
 
 SPARED = 0.001
 """Share of memory that is left out in addition, so that what was rejected is not found again."""
-DEGREES = ("zero", "shard", "tp", "pp", "cp", "ep")
-"""Settings that are refused together, if an error is about none of a part."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,7 @@ class SpaceLimits:
             setting = "generate_tokens" if error.setting == "kv_tokens" else error.setting
             chosen = (choice for choice in assignment if error.section in _sections(choice.part))
             found = [RefusedSettings.by(error, each, setting) for each in chosen if _is_changed(each, setting)]
+        # an error that is about no setting of a part refuses its degrees together
         found = found or [RefusedSettings.of(each, *DEGREES) for each in assignment]
         return replace(self, refused=(*self.refused, *found))
 

@@ -12,6 +12,7 @@ from flexrlhf.guideline.advice.allowed_settings import CHOSEN, AllowedSettings
 from flexrlhf.guideline.advice.call_figures import CallFigures, ShardedModel, total
 from flexrlhf.guideline.advice.figure_maker import FigureMaker
 from flexrlhf.guideline.advice.memo import Memo
+from flexrlhf.guideline.advice.request_changes import SIZES
 from flexrlhf.guideline.advice.sketch import SearchModel, Sketch
 from flexrlhf.guideline.advice.tried_settings import TriedSettings
 from flexrlhf.guideline.advice.uniform_mesh import UniformMesh, changed, layout_of, on_mesh, with_settings
@@ -21,8 +22,6 @@ from flexrlhf.guideline.simulation.calls import CallMaker
 
 STEP = 1.25
 """Factor from one number of rows to the next, where sizes between those that are tried are looked at."""
-_SIZES = "micro_batch_tokens", "generate_tokens"
-"""Further ones, of passes and decoding."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class OptionEnumerator:
 
     def option(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:
         """Option of a model with ``settings``, taken from an option with other calls."""
-        chosen = (getattr(settings, name) for name in (*CHOSEN, *_SIZES))
+        chosen = (getattr(settings, name) for name in (*CHOSEN, *SIZES))
         return self.memo.cached(("option", model, mesh, *chosen), partial(self._option_with, model, mesh, settings))
 
     def _option_with(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> Option:

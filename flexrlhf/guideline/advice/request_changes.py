@@ -14,6 +14,7 @@ from flexrlhf.api import (
     EngineFacts,
     LoraSpec,
     ModelSpec,
+    ParallelDims,
     RolloutSpec,
     Spec,
 )
@@ -22,10 +23,13 @@ LEAST_RESPONSE = 128
 """Tokens of the shortest responses that are suggested."""
 MOST_TIMES = 64
 """Most devices that are suggested, as a multiple of those there are."""
-OF_MODELS = (
-    *("zero", "shard", "tp", "pp", "cp", "ep", "micro_batch_tokens", "generate_tokens"),
-    *("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer"),
-)
+DEGREES = ("zero", "shard", *ParallelDims._fields)
+"""Settings by which a model is split over ranks."""
+SIZES = ("micro_batch_tokens", "generate_tokens")
+"""Settings of the sizes of its passes."""
+SAVINGS = ("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer")
+"""Settings by which it needs less memory."""
+OF_MODELS = (*DEGREES, *SIZES, *SAVINGS)
 OF_ROLLOUT = ("tp", "pp", "kv_tokens")
 OF_SCHEDULE = ("strategy", "lag", "num_chunks")
 OF_SYNC = ("every",)
