@@ -27,9 +27,8 @@ DEGREES = ("zero", "shard", *ParallelDims._fields)
 """Settings by which a model is split over ranks."""
 SIZES = ("micro_batch_tokens", "generate_tokens")
 """Settings of the sizes of its passes."""
-SAVINGS = ("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer")
-"""Settings by which it needs less memory."""
-OF_MODELS = (*DEGREES, *SIZES, *SAVINGS)
+_SAVINGS = ("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer")
+OF_MODELS = (*DEGREES, *SIZES, *_SAVINGS)
 OF_ROLLOUT = ("tp", "pp", "kv_tokens")
 OF_SCHEDULE = ("strategy", "lag", "num_chunks")
 OF_SYNC = ("every",)

@@ -42,10 +42,6 @@ class RunOverheads:
         passes = replace(profile.passes, reached=self.decode, tensor_reached=self.tensor)
         return replace(profile, passes=passes, reached=self.decode, tensor_reached=self.tensor)
 
-    def of_sync(self, links: Links) -> Links:
-        """Return ``links`` at the speed that weight syncs reach."""
-        return replace(links, node_gb_s=self.sync * links.node_gb_s)
-
 
 _OVERHEAD_ROWS = read_table(Path(__file__).with_name("overheads.csv"))
 OVERHEADS = RunOverheads(**{row["name"]: float(row["value"]) for row in _OVERHEAD_ROWS})
@@ -90,7 +86,8 @@ class AnalyticCosts:
         return Cost({} if primitive == "none" else {primitive: travel_seconds(traffic, links)})
 
     def sync(self, traffic: Traffic, gathered: Traffic, num_tensors: int, links: Links) -> Cost:
-        return sync_cost(traffic, gathered, num_tensors, self.overheads.of_sync(links))
+        reached = replace(links, node_gb_s=self.overheads.sync * links.node_gb_s)
+        return sync_cost(traffic, gathered, num_tensors, reached)
 
     def switch(self, size: int, device: DeviceClass) -> Cost:
         return Cost({"host": size / (0.8 * device.host_gb_s * 1e9)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,15 +57,9 @@ class ScaledCosts:
         and engine, or of its kind."""
         work = call.kind, call.engine, call.model
         for common in (3, 2, 1):
-            found = list(self._factors_like(work[:common]))
-            if found:
+            if found := [factor for each, factor in self.factors.items() if each[:common] == work[:common]]:
                 return sum(found) / len(found)
         return self.usual
-
-    def _factors_like(self, beginning: tuple[object, ...]) -> Iterator[float]:
-        for work, factor in self.factors.items():
-            if work[: len(beginning)] == beginning:
-                yield factor
 
 
 def _scaled(cost: Cost, factor: float) -> Cost:
