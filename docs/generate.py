@@ -23,17 +23,23 @@ from typer.testing import CliRunner
 from flexrlhf import api
 from flexrlhf.api import engine, homes
 from flexrlhf.cli import app
+from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_names import MODELS
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.plugins import SHIPPED, load_plugin
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.presets.table import Cell, MiniBatchesOf, Peer, WarmUp
+from flexrlhf.config.rules import YES, Rule, Values
 from flexrlhf.config.setting_list import SettingRow, setting_sections, yaml_text
 from flexrlhf.config.strict_model import plain_text
+from flexrlhf.errors import either
 from flexrlhf.metrics import METRICS
 from flexrlhf.placement.devices import DeviceClass
+from flexrlhf.plan.size_rules import MODEL_RULES
 
 ROOT = Path(__file__).parents[1]
 PICTURE = re.compile(r"(<!-- picture: (?P<arguments>.+?) -->\n\n```text\n)(?P<picture>.*?)(```\n)", re.DOTALL)
+RULES = re.compile(r"(<!-- rules of models -->\n\n)((?:\|.*\n)*)")
 FILE = re.compile(r"(<!-- file: (?P<path>\S+) -->\n```\w+\n)(.*?)(```\n)", re.DOTALL)
 WIDTH = 76
 """Characters for the time of a step."""
@@ -50,6 +56,77 @@ SHORT = {
 }
 
 
+# --- rules
+
+
+def model_rules() -> str:
+    """Return the table of the settings of a model that rules are about: engines, families and settings they go with."""
+    engines = [EngineFacts.of(name) for name in EngineFacts.model_engines()]
+    by_setting: dict[str, list[Rule]] = {}
+    for rule in MODEL_RULES.rules:
+        if rule.setting in ModelSpec.model_fields and "role.trained" not in rule.needs:
+            by_setting.setdefault(rule.setting, []).append(rule)
+    rows = []
+    for name in (name for name in ModelSpec.model_fields if name in by_setting):
+        cells = [_on_engine(name, by_setting[name], facts) for facts in engines]
+        families, others = _families(by_setting[name]), _goes_with(by_setting[name])
+        if name != "engine" and ({*cells} != {"yes"} or families or others):
+            rows.append((f"`{name}`", *cells, others, families))
+    return _table(("setting", *(facts.name for facts in engines), "goes with", "models"), rows)
+
+
+def _on_engine(name: str, rules: Sequence[Rule], facts: EngineFacts) -> str:
+    if name == "zero":
+        return ", ".join(map(str, facts.zero))
+    if any(not _meant(rule.needs["engine"]).have(facts.name, str) for rule in rules if "engine" in rule.needs):
+        return "no"
+    needs = [(subject, meant) for rule in rules for subject, meant in rule.needs.items() if "engine." in subject]
+    limits = [(rule, rule.when[rule.setting]) for rule in rules if rule.setting in rule.when and rule.needs]
+    lacks = any(not _meant(meant).have(getattr(facts, subject.partition(".")[2]), str) for subject, meant in needs)
+    values = [each for rule, each in limits if any("engine." in subject for subject in rule.needs)]
+    if not lacks:
+        return "yes"
+    listed = ", ".join(str(value) for each in values for value in _meant(each).listed)
+    excepted = any(_meant(each).excepted for each in values)
+    return f"only {listed}" if values and excepted else f"not {listed}" if values else "no"
+
+
+def _goes_with(rules: Sequence[Rule]) -> str:
+    needs: dict[str, str] = {}
+    for rule in rules:
+        for subject, meant in rule.needs.items():
+            if subject in ModelSpec.model_fields and subject not in (rule.setting, "engine"):
+                needs[subject] = f"`{subject}: {either(map(yaml_text, _meant(meant).listed))}`{_condition(rule)}"
+    return ", ".join(needs.values())
+
+
+def _condition(rule: Rule) -> str:
+    """Return in words which values of a setting, or which models, a rule is about alone."""
+    own = _meant(rule.when.get(rule.setting, ()))
+    words = {"sizes.have_experts": "models with experts", "sizes.adapt_experts": "adapters of experts"}
+    found = [text for subject, text in words.items() if subject in rule.when]
+    if own.listed and not own.excepted:
+        found += map(str, own.listed)
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _families(rules: Sequence[Rule]) -> str:
+    """Return the families of models that a setting needs; of several rules the last, which is the closest."""
+    found = ""
+    for rule in rules:
+        is_own = rule.when.get("role.is_rollout") != YES and rule.setting != "engine"
+        if "sizes.have_experts" in rule.needs and is_own:
+            found = "with experts"
+        if "decoder.family" in rule.needs and is_own:
+            meant = _meant(rule.needs["decoder.family"])
+            found = ("not " * meant.excepted + ", ".join(map(str, meant.listed))) if meant.listed else found
+    return found
+
+
+def _meant(values: Values | tuple[object, ...]) -> Values:
+    return values if isinstance(values, Values) else Values(values)
+
+
 # --- pictures of a step
 
 
@@ -63,8 +140,9 @@ class Box:
 
 
 def with_pictures(text: str) -> str:
-    """``text`` with the picture after every ``<!-- picture: ARGUMENTS OF SIMULATE -->``, and the file after every
-    ``<!-- file: PATH -->``."""
+    """``text`` with the picture after every ``<!-- picture: ARGUMENTS OF SIMULATE -->``, the file after every
+    ``<!-- file: PATH -->``, and the table after ``<!-- rules of models -->``."""
+    text = RULES.sub(lambda match: f"{match[1]}{model_rules()}\n", text)
     text = FILE.sub(lambda match: match[1] + (ROOT / match["path"]).read_text() + match[4], text)
     return PICTURE.sub(lambda match: match[1] + picture(match["arguments"]) + match[4], text)
 

@@ -236,7 +236,7 @@ _SPLITS = (
     ),
     Rule(
         "cp",
-        {"decoder.family": tuple(TextPacking.FAMILIES)},
+        {"decoder.family": _ATTENTION_FAMILIES},
         reason=f"only {', '.join(_ATTENTION_FAMILIES)} models compute parts of a row",
     ),
     Rule(
