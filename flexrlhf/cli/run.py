@@ -154,11 +154,11 @@ def join(rdzv_endpoint: RdzvEndpoint = "", node_rank: Number = None, force: Forc
     # a process that has met others has threads, and cannot be copied
     with RankFactory.starting(is_copied=True) as factory:
         from flexrlhf.launch.preparation import checked_job
-        from flexrlhf.launch.rendezvous import find_job
+        from flexrlhf.launch.rendezvous import OpenJob
         from flexrlhf.runs.resume import Resumption
 
         with _said_to_others(joining):
-            job = find_job(rdzv_endpoint)
+            job = OpenJob.find(rdzv_endpoint)
             orders = job.offer.orders
             plans = plan_runs([order.spec for order in orders])
             check_memory(plans, force)
@@ -185,9 +185,9 @@ def _said_to_others(hosts: Hosts) -> Iterator[None]:
         from flexrlhf.launch.lifetime import quiet_torch
 
         quiet_torch()
-        from flexrlhf.launch.rendezvous import refuse
+        from flexrlhf.launch.rendezvous import OpenJob
 
-        refuse(hosts, without_secrets(str(error)))
+        OpenJob.refuse(hosts, without_secrets(str(error)))
         raise typer.Exit(EXIT_CODES[UserError]) from None
 
 

@@ -29,7 +29,7 @@ from flexrlhf.config.spec import SyncSpec
 from flexrlhf.errors import RunStopped
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.sync_plan import RankBucket, SyncPlan
-from flexrlhf.weights.transfer_plan import Region, Regions, count
+from flexrlhf.weights.transfer_plan import Region, Regions
 
 
 class ChecksumError(RunStopped):
@@ -319,9 +319,10 @@ class _Exchange:
 
     def _packed_vector(self, regions: Regions, space: _Space) -> Tensor:
         """Return memory for ``regions``, which are sent as one vector."""
+        size = sum(region.num_elements for region in regions)
         if self._type(regions[0]) == self._channel.dtype:
-            return space.take(count(regions))
-        return torch.empty(count(regions), dtype=self._type(regions[0]), device=self._channel.device)
+            return space.take(size)
+        return torch.empty(size, dtype=self._type(regions[0]), device=self._channel.device)
 
     def _type(self, region: Region) -> torch.dtype:
         """Return the type in which ``region`` is sent: biases of routers are not rounded."""

@@ -43,9 +43,7 @@ from flexrlhf.memory.packed_rows import TextPacking
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.loading import load_config, one_sentence_errors
-from flexrlhf.weights.model_files import (
-    check_none_missing,
-)
+from flexrlhf.weights.model_files import StoredTensors
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import read_config
@@ -231,7 +229,7 @@ def _check_loaded(key: str, info: Mapping[str, Any], optional: Collection[str]) 
             f"{key}: {name} is {list(in_files)} in its files and {list(by_config)} by its config.json; correct one or "
             f"the other"
         )
-    check_none_missing(key, sorted(set(info["missing_keys"]) - set(optional)))
+    StoredTensors.check_none_missing(key, sorted(set(info["missing_keys"]) - set(optional)))
 
 
 def _scores_everywhere(

@@ -24,7 +24,7 @@ from flexrlhf.engines.weight_files import TORCH_TYPES, PartReader, StoredPieces
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.loading import is_read_in_parts
-from flexrlhf.weights.model_files import StoredTensor, named_as
+from flexrlhf.weights.model_files import StoredTensor
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import read_config
@@ -132,7 +132,7 @@ def _with_placeholders(placed: PlacedModel) -> tuple[PreTrainedModel, dict[str, 
     pieces = {name: tuple(file_pieces(family, name, tuple(p.shape))) for name, p in model.named_parameters()}
     shapes = {each.name: each.shape for of_parameter in pieces.values() for each in of_parameter}
     shapes |= {name: tuple(bias.shape) for name, bias in router_biases(model).items()}
-    found = named_as(files.whole.tensors, shapes)
+    found = files.whole.tensors.named_as(shapes)
     if settings.goes_on_adapters and ParameterName.SCALAR_HEAD in files.adapter_tensors:
         found.pop(ParameterName.SCALAR_HEAD, None)
     missing = set(shapes) - set(found)

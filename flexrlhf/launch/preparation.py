@@ -55,10 +55,10 @@ def _ordered_runs(plans: Sequence[Plan], hosts: Hosts) -> list[Resumption]:
 
     Raises UserError if its command has another run, RunStopped if it does not come.
     """
-    from flexrlhf.launch.rendezvous import find_job
+    from flexrlhf.launch.rendezvous import OpenJob
 
     by_name = {plan.spec.name: plan for plan in plans}
-    orders = find_job(hosts.rdzv_endpoint).offer.orders
+    orders = OpenJob.find(hosts.rdzv_endpoint).offer.orders
     for order in orders:
         if order.spec.name not in by_name:
             known = ", ".join(by_name)

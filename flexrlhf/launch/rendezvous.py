@@ -198,6 +198,25 @@ class OpenJob:
     offer: JobOffer
     store: dist.Store
 
+    @classmethod
+    def find(cls, address: str, seconds: float = JOIN_SECONDS) -> OpenJob:
+        """Return the job whose store is served at ``endpoint``, once it is.
+
+        Raises RunStopped if none comes in time, UserError if it has another secret.
+        """
+        endpoint = endpoint_at(address)
+        notice = Notice(f"this machine waits for a job at {endpoint}")
+        store = agreement_store(endpoint.connect(seconds, notice))
+        try:
+            await_keys(store, {OFFER: "node 0"}, seconds, notice, partial(check_refused, store))
+        except RuntimeError as error:
+            # as torch reports a store that is closed
+            raise RunStopped(f"{notice.what}: node 0 has ended before the job began") from error
+        with found_secret(_secret_file(store)):
+            if not JobSecret.here().value:
+                raise UserError(JobSecret.NO_SECRET)
+            return cls(JOB_OFFER.validate_json(JobSecret.here().verified(OFFER, store.get(OFFER).decode())), store)
+
     def take_number(self, cluster: Cluster) -> int:
         """Return the first free number of a node, which is this machine's from now on.
 
@@ -212,44 +231,25 @@ class OpenJob:
                 return number
         raise UserError(f"join: all {self.offer.nnodes} nodes of this job are taken; start it with more --nnodes")
 
-
-def find_job(address: str, seconds: float = JOIN_SECONDS) -> OpenJob:
-    """Return the job whose store is served at ``endpoint``, once it is.
-
-    Raises RunStopped if none comes in time, UserError if it has another secret.
-    """
-    endpoint = endpoint_at(address)
-    notice = Notice(f"this machine waits for a job at {endpoint}")
-    store = agreement_store(endpoint.connect(seconds, notice))
-    try:
-        await_keys(store, {OFFER: "node 0"}, seconds, notice, partial(check_refused, store))
-    except RuntimeError as error:
-        # as torch reports a store that is closed
-        raise RunStopped(f"{notice.what}: node 0 has ended before the job began") from error
-    with found_secret(_secret_file(store)):
-        if not JobSecret.here().value:
-            raise UserError(JobSecret.NO_SECRET)
-        return OpenJob(JOB_OFFER.validate_json(JobSecret.here().verified(OFFER, store.get(OFFER).decode())), store)
+    @staticmethod
+    def refuse(hosts: Hosts, sentence: str) -> None:
+        """Say to the machines that wait for node 0, or to node 0 if it is there, why this one does not begin."""
+        endpoint = endpoint_at(hosts.rdzv_endpoint)
+        if hosts.is_first_node:
+            refuse_others(endpoint, hosts.nnodes - 1, sentence)
+        if hosts.is_first_node or not endpoint.is_served:
+            return
+        with suppress(RuntimeError, RunStopped, UserError):
+            # it may end meanwhile
+            store = agreement_store(endpoint.connect(LISTEN_SECONDS, Notice("a refusal", prints=False)))
+            file = _secret_file(store) if store.check([OFFER]) else ""
+            with found_secret(file if Path(file).is_file() else ""):
+                write_refusal(store, sentence)
 
 
 def _secret_file(store: dist.Store) -> str:
     """Return the file that an offer names, which nothing has verified yet."""
     return JOB_OFFER.validate_json(store.get(OFFER).decode().partition("\n")[2]).secret_file
-
-
-def refuse(hosts: Hosts, sentence: str) -> None:
-    """Say to the machines that wait for node 0, or to node 0 if it is there, why this one does not begin the job."""
-    endpoint = endpoint_at(hosts.rdzv_endpoint)
-    if hosts.is_first_node:
-        refuse_others(endpoint, hosts.nnodes - 1, sentence)
-    if hosts.is_first_node or not endpoint.is_served:
-        return
-    with suppress(RuntimeError, RunStopped, UserError):
-        # it may end meanwhile
-        store = agreement_store(endpoint.connect(LISTEN_SECONDS, Notice("a refusal", prints=False)))
-        file = _secret_file(store) if store.check([OFFER]) else ""
-        with found_secret(file if Path(file).is_file() else ""):
-            write_refusal(store, sentence)
 
 
 def taken_key(number: int) -> str:

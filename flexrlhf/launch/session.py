@@ -41,7 +41,7 @@ from flexrlhf.placement.protocols import PromptParts, SplitPrompts, TransferProt
 from flexrlhf.plan.choice import planned
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.suggestions import check_fits
-from flexrlhf.runs.fingerprints import code_digests
+from flexrlhf.runs.fingerprints import FunctionFiles
 from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.calls import CalledStep, OperatorCall
 from flexrlhf.strategies.instructions import Offload, Release, Reload
@@ -294,7 +294,7 @@ class Session:
         code = dict[str, str]()
         if loss and is_own(loss):
             check_function(loss, f"session: the loss of {operator}")
-            code = code_digests(loss, f"session: the loss of {operator}")
+            code = FunctionFiles(loss, f"session: the loss of {operator}").digests()
         with self._ranks.call():
             called = self._current(batch).called
             numbers = called.added_to(operator) if part == "step" else batch.parts

@@ -24,7 +24,7 @@ def main(orders: str, outcome: str, nnodes: str, endpoint: str) -> int:
             from flexrlhf.config.job_secret import JobSecret
             from flexrlhf.config.secrets import without_secrets
             from flexrlhf.launch.preparation import checked_job
-            from flexrlhf.launch.rendezvous import refuse
+            from flexrlhf.launch.rendezvous import OpenJob
             from flexrlhf.placement.hosts import Hosts
             from flexrlhf.plan.pipeline import make_plan
             from flexrlhf.runs.resume import Resumption, RunOrder
@@ -38,7 +38,7 @@ def main(orders: str, outcome: str, nnodes: str, endpoint: str) -> int:
                 job = checked_job([Resumption.ordered(make_plan(order.spec), order)], hosts)
             except UserError as error:
                 if hosts.nnodes > 1:
-                    refuse(hosts, without_secrets(str(error)))
+                    OpenJob.refuse(hosts, without_secrets(str(error)))
                 raise
             job.start(factory=factory)
     except (UserError, RankFailure, RunStopped, Interrupted, Preempted) as error:

@@ -26,11 +26,6 @@ from flexrlhf.plan.run_tokenizer import (
 )
 from flexrlhf.rewards.checks import SourceChecks
 from flexrlhf.weights.loading import is_native, load_config, one_sentence_errors
-from flexrlhf.weights.model_files import (
-    check_left_over,
-    check_stored,
-    named_as,
-)
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import read_config
 from flexrlhf.weights.stored_model import StoredModel
@@ -303,12 +298,12 @@ def _check_files(role: str, model: ModelSpec, built: Any, optional: set[str]) ->
     if not stored:
         return
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
-    found, key = named_as(stored, shapes), StoredModel.of(role, model).where
+    found, key = stored.named_as(shapes), StoredModel.of(role, model).where
     missing = set(shapes) - set(found) - {ParameterName.SCALAR_HEAD}
     others = {name for name in found if name not in shapes and name.endswith((".weight", ".bias"))}
     if missing and others:
         return
-    check_stored(key, stored, shapes, optional)
+    stored.check(key, shapes, optional)
     buffers = [name for name, _ in built.named_buffers()]
     ignored = getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()
-    check_left_over(key, found, [*shapes, *buffers], read_config(role, model), ignored)
+    found.check_left_over(key, [*shapes, *buffers], read_config(role, model), ignored)

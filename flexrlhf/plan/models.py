@@ -21,7 +21,6 @@ from flexrlhf.placement.placement import Placement
 from flexrlhf.plan.algorithm_graph import heads_of
 from flexrlhf.plan.model_checks import check_family
 from flexrlhf.plan.score_sources import SECTIONS
-from flexrlhf.weights.model_files import check_stored
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.shapes import model_shape, read_config
@@ -293,7 +292,7 @@ def model_shapes(spec: Spec, graph: Graph, pending: Mapping[Path, ModelSpec]) ->
                     shape.check_rank(role, lora)
                 elif not saved_later:
                     stored, head = StoredModel.of(role, model), {ParameterName.SCALAR_HEAD}
-                    check_stored(stored.where, stored.adapter_tensors, dict(shape.trained), head, "its base model")
+                    stored.adapter_tensors.check(stored.where, dict(shape.trained), head, "its base model")
             shapes[role] = first_equal(shape)
     return {role: shapes[role] for role in graph.roles if role in shapes}
 

@@ -32,7 +32,6 @@ from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.runs.tensor_files import Piece, PieceReader
 from flexrlhf.weights.expert_files import file_pieces
 from flexrlhf.weights.loading import load_config
-from flexrlhf.weights.model_files import StoredTensor
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.stored_model import StoredModel
 
@@ -174,7 +173,7 @@ def _saved_type(settings: ModelSpec) -> Dtype:
         return settings.save_dtype
     path = Path(settings.path) if settings.path is not None and settings.lora is None else None
     stored = StoredModel(None if path is None else str(path), "the base model")
-    return StoredTensor.common_type(stored.tensors) if path is not None and path.is_dir() else "float32"
+    return stored.tensors.common_type if path is not None and path.is_dir() else "float32"
 
 
 def _newest_undamaged(found: list[CheckpointDirectory]) -> CheckpointDirectory:

@@ -141,30 +141,42 @@ def _code(plan: Plan) -> Iterator[tuple[str, str]]:
             (f"{section}.function", source.function) for source in sources or () if isinstance(source, FunctionSource)
         ]
     for setting, reference in references:
-        for each in _python_files(reference or "", setting):
+        for each in FunctionFiles(reference or "", setting).paths:
             yield setting, str(each)
 
 
-def code_digests(reference: str, setting: str) -> dict[str, str]:
-    """Return the digest of each Python file that a user's function comes from. Raises UserError without the file."""
-    return {str(file): file_digest(file) for file in _python_files(reference, setting)}
+@dataclass(frozen=True)
+class FunctionFiles:
+    """Python files that a user's function comes from.
 
-
-def check_code(reference: str, setting: str, expected: Mapping[str, str], where: str) -> None:
-    """Raise UserError if a user's function comes from other files here than on the machine of ``expected`` digests.
-
-    ``where``: name of this machine, for the sentence.
+    reference:  ``path/to/file.py:name`` or ``module:name``.
+    setting:    with the reference, for messages.
     """
-    own = code_digests(reference, setting)
-    for file in {**expected, **own}:
-        if own.get(file) != expected.get(file):
-            raise UserError(f"{setting}: {file} of {where} is not the one of the program; copy it to all machines")
 
+    reference: str
+    setting: str
 
-def _python_files(reference: str, setting: str) -> list[Path]:
-    place, colon, _ = reference.rpartition(":")
-    file = python_file(place, setting) if colon else None
-    return [] if file is None else _with_imported(file)
+    @property
+    def paths(self) -> list[Path]:
+        """The file with the function, and files next to it that it imports. Raises UserError without the file."""
+        place, colon, _ = self.reference.rpartition(":")
+        file = python_file(place, self.setting) if colon else None
+        return [] if file is None else _with_imported(file)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of each file. Raises UserError without the file."""
+        return {str(file): file_digest(file) for file in self.paths}
+
+    def check(self, expected: Mapping[str, str], where: str) -> None:
+        """Raise UserError if files are others here than on the machine of ``expected`` digests. ``where``: name of this
+        machine, for the sentence.
+        """
+        own = self.digests()
+        for file in {**expected, **own}:
+            if own.get(file) != expected.get(file):
+                raise UserError(
+                    f"{self.setting}: {file} of {where} is not the one of the program; copy it to all machines"
+                )
 
 
 def _with_imported(file: Path) -> list[Path]:

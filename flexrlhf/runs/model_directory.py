@@ -25,9 +25,9 @@ from flexrlhf.errors import UserError
 from flexrlhf.runs.durable_files import replace_directory
 from flexrlhf.runs.tensor_files import save_tensors
 from flexrlhf.weights.expert_files import FilePiece, file_pieces
-from flexrlhf.weights.model_files import BLOCK_BYTES, read_header
+from flexrlhf.weights.model_files import BLOCK_BYTES, StoredTensors
 from flexrlhf.weights.parameters import ParameterName
-from flexrlhf.weights.saving import split_files
+from flexrlhf.weights.saving import SavedFile
 from flexrlhf.weights.stored_model import StoredModel
 
 TOKENIZER_FILES = (
@@ -87,7 +87,7 @@ class ModelFiles:
             for name, pieces in self._pieces.items()
             for piece in pieces
         }
-        self._files = split_files({name: form.nbytes for name, form in self._forms.items()}, shard_bytes)
+        self._files = SavedFile.split({name: form.nbytes for name, form in self._forms.items()}, shard_bytes)
         self._places = {name: file for file, names in self._files.items() for name in names}
         number, writers = writer
         self._is_first = number == 0
@@ -340,7 +340,7 @@ class SavedAdapters:
 
     def __init__(self, role: str, directory: Path) -> None:
         key = f"models.{role}.path {directory}"
-        header = read_header(key, directory / StoredModel.ADAPTER_WEIGHTS)
+        header = StoredTensors.read(key, directory / StoredModel.ADAPTER_WEIGHTS)
         try:
             config = json.loads((directory / StoredModel.ADAPTER_CONFIG).read_bytes())
             self.gives_scores, self._rank = config["task_type"] == "SEQ_CLS", int(config["r"])

@@ -18,7 +18,7 @@ from flexrlhf.data.examples import Example
 from flexrlhf.metrics import METRICS, Triple
 from flexrlhf.operators.columns import Column
 from flexrlhf.placement.groups import Group
-from flexrlhf.runs.fingerprints import check_code
+from flexrlhf.runs.fingerprints import FunctionFiles
 from flexrlhf.runs.recorded_columns import RecordedColumns
 from flexrlhf.strategies.calls import OperatorCall
 from flexrlhf.strategies.instructions import Checkpoint, Instruction, Move, Run
@@ -129,7 +129,7 @@ class CalledTrainer:
         step, call = message["step"], OperatorCall.of(message)
         if message["code"]:
             where = f"rank {self._rank.rank} (host {self._rank.world.host})"
-            check_code(call.loss, f"session: the loss of {call.operator}", message["code"], where)
+            FunctionFiles(call.loss, f"session: the loss of {call.operator}").check(message["code"], where)
         opened, self._is_called = self._steps.open[step], True
         opened.messages.append({**call.message, "lag": opened.called.builder.lag})
         runs: list[tuple[int, Run]] = []

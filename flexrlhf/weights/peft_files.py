@@ -13,7 +13,7 @@ from typing import Any
 
 from flexrlhf.errors import UserError, some_of
 from flexrlhf.weights.loading import one_sentence_errors
-from flexrlhf.weights.model_files import check_stored, read_header
+from flexrlhf.weights.model_files import StoredTensors
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.stored_model import StoredModel
 
@@ -59,7 +59,7 @@ def check_loaded(key: str, adapted: Any, directory: str) -> None:
     """
     from peft import get_peft_model_state_dict
 
-    stored = read_header(key, Path(directory) / StoredModel.ADAPTER_WEIGHTS)
+    stored = StoredTensors.read(key, Path(directory) / StoredModel.ADAPTER_WEIGHTS)
     own = _shapes(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     if not own.keys() & stored.keys():
         found = f"has {some_of(stored, 2)}" if stored else "has none"
@@ -68,7 +68,7 @@ def check_loaded(key: str, adapted: Any, directory: str) -> None:
         name.replace(f".{ParameterName.ADAPTER}.", "."): shape for name, shape in _shapes(adapted.state_dict()).items()
     }
     known = {**{name: shape for name, shape in others.items() if name in stored}, **own}
-    check_stored(key, stored, known, by=StoredModel.ADAPTER_CONFIG)
+    stored.check(key, known, by=StoredModel.ADAPTER_CONFIG)
     left = sorted(stored.keys() - known.keys() - {f"{StoredModel.PREFIX}{ParameterName.SCALAR_HEAD}"})
     if left:
         raise UserError(

@@ -57,27 +57,27 @@ class SavedFile:
                 parameters[piece.name] = name, piece.box[0] if piece.box else range(1)
                 sizes[piece.name] = (4 if ParameterName(name).is_router_bias else item_bytes) * math.prod(piece.shape)
         files = []
-        for file, tensors in split_files(sizes, shard_bytes).items():
+        for file, tensors in cls.split(sizes, shard_bytes).items():
             rows: dict[str, range] = {}
             for name, found in map(parameters.__getitem__, tensors):
                 rows[name] = range(rows.get(name, found).start, found.stop)
             files.append(cls(file, tuple(_saved_buckets(shapes, rows, item_bytes, bucket_bytes))))
         return files
 
-
-def split_files(sizes: Mapping[str, int], shard_bytes: float) -> dict[str, list[str]]:
-    """Return the names of the tensors of each file, both in the order of ``sizes``, bytes by name."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name in sizes:
-        if shards[-1] and size + sizes[name] > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += sizes[name]
-    if len(shards) == 1:
-        return {StoredModel.SINGLE: shards[0]}
-    return {f"model-{index:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards, 1)}
+    @staticmethod
+    def split(sizes: Mapping[str, int], shard_bytes: float) -> dict[str, list[str]]:
+        """Return the names of the tensors of each file, both in the order of ``sizes``, bytes by name."""
+        shards: list[list[str]] = [[]]
+        size = 0
+        for name in sizes:
+            if shards[-1] and size + sizes[name] > shard_bytes:
+                shards.append([])
+                size = 0
+            shards[-1].append(name)
+            size += sizes[name]
+        if len(shards) == 1:
+            return {StoredModel.SINGLE: shards[0]}
+        return {f"model-{index:05d}-of-{len(shards):05d}.safetensors": names for index, names in enumerate(shards, 1)}
 
 
 def _saved_buckets(

@@ -25,12 +25,7 @@ from flexrlhf.weights.families import (
     model_sizes,
     rope_type,
 )
-from flexrlhf.weights.model_files import (
-    StoredTensor,
-    check_left_over,
-    check_scalar_head,
-    check_stored,
-)
+from flexrlhf.weights.model_files import StoredTensors
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.stored_model import StoredModel
@@ -132,7 +127,7 @@ def model_shape(role: str, model: ModelSpec, head: Head = "causal", new_head: bo
         is_tied=head != "scalar" and is_tied(config),
         rope=rope_type(config),
         activation=str(config.get("hidden_act") or "silu"),
-        stored=StoredTensor.common_type(stored),
+        stored=stored.common_type,
     )
 
 
@@ -148,7 +143,7 @@ def _computed_shapes(role: str, config: dict[str, Any]) -> dict[str, tuple[int, 
 
 def _check_files(
     key: str,
-    stored: dict[str, StoredTensor],
+    stored: StoredTensors,
     computed: dict[str, tuple[int, ...]] | None,
     head: Head,
     config: dict[str, Any],
@@ -158,10 +153,10 @@ def _check_files(
     optional = {ParameterName.SCALAR_HEAD} if new_head else set()
     if computed is not None:
         expected = file_shapes(config["model_type"], _with_head(computed, head, config))
-        check_stored(key, stored, expected, optional)
-        check_left_over(key, stored, expected, config)
+        stored.check(key, expected, optional)
+        stored.check_left_over(key, expected, config)
     elif head != "causal":
-        check_scalar_head(key, stored, new_head)
+        stored.check_scalar_head(key, new_head)
 
 
 def _with_head(shapes: dict[str, tuple[int, ...]], head: Head, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

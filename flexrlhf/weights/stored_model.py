@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.errors import UserError, shown, some_of
-from flexrlhf.weights.model_files import SCALAR_BIAS, StoredTensor, check_regular, read_header
+from flexrlhf.weights.model_files import SCALAR_BIAS, StoredTensors, check_regular
 from flexrlhf.weights.parameters import ParameterName
 
 HEAD_NAMES = ("v_head", "value_head", "reward_head", "score_head", "classifier", "v_head.summary")
@@ -135,10 +135,10 @@ class StoredModel:
         return LoraSpec(rank=rank, alpha=int(alpha), targets=tuple(targets))
 
     @property
-    def adapter_tensors(self) -> dict[str, StoredTensor]:
+    def adapter_tensors(self) -> StoredTensors:
         """Tensors of the adapters, a scalar head among them, by the model's parameters."""
-        renamed = {}
-        for name, tensor in read_header(self.where, self._directory / self.ADAPTER_WEIGHTS).items():
+        renamed = StoredTensors()
+        for name, tensor in StoredTensors.read(self.where, self._directory / self.ADAPTER_WEIGHTS).items():
             own = name.removeprefix(self.PREFIX)
             for matrix in ParameterName.MATRICES:
                 own = own.replace(f".{matrix}.weight", f".{matrix}.{ParameterName.ADAPTER}.weight")
@@ -146,14 +146,14 @@ class StoredModel:
         return renamed
 
     @property
-    def tensors(self) -> dict[str, StoredTensor]:
+    def tensors(self) -> StoredTensors:
         """Tensors of a whole model by name; none where the directory has no weights.
 
         A scalar head of another library's name has the name that transformers gives it.
         """
-        stored: dict[str, StoredTensor] = {}
+        stored = StoredTensors()
         for file in self.files:
-            found = read_header(self.where, file)
+            found = StoredTensors.read(self.where, file)
             for name in sorted(found.keys() & stored.keys()):
                 raise UserError(
                     f"{self.where}: {name} is in {stored[name].file.name} and in {file.name}; copy the whole "
@@ -162,12 +162,12 @@ class StoredModel:
             stored |= found
         head = _own_head_name(stored)
         renamed = {} if head is None else {f"{head}.weight": ParameterName.SCALAR_HEAD, f"{head}.bias": SCALAR_BIAS}
-        return {renamed.get(name, name): tensor for name, tensor in stored.items()}
+        return StoredTensors((renamed.get(name, name), tensor) for name, tensor in stored.items())
 
     @property
     def head_name(self) -> str | None:
         """Name of the scalar head in the files where it is not transformers', without ``.weight``."""
-        return _own_head_name({name for file in self.files for name in read_header(self.where, file)})
+        return _own_head_name({name for file in self.files for name in StoredTensors.read(self.where, file)})
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -17,7 +17,7 @@ from flexrlhf.errors import RunStopped, UserError
 from flexrlhf.launch import agreement, shared_directories
 from flexrlhf.launch.agreement import Member, agree
 from flexrlhf.launch.refusals import Refusals, write_refusal
-from flexrlhf.launch.rendezvous import JOB_OFFER, JobOffer, OpenJob, find_job, refuse
+from flexrlhf.launch.rendezvous import JOB_OFFER, JobOffer, OpenJob
 from flexrlhf.launch.shared_directories import DirectoryFacts, Sharing
 from flexrlhf.launch.terms import Sides, Terms
 from flexrlhf.placement.hosts import Hosts
@@ -142,8 +142,8 @@ def test_a_machine_that_waits_reads_why_node_0_has_ended() -> None:
     with create_server(("127.0.0.1", 0)) as probe:
         endpoint = Endpoint("test", *probe.getsockname())
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(find_job, str(endpoint), 20.0)
-        refuse(Hosts(2, 0, str(endpoint)), "placement: no vector")
+        waiting = pool.submit(OpenJob.find, str(endpoint), 20.0)
+        OpenJob.refuse(Hosts(2, 0, str(endpoint)), "placement: no vector")
         with pytest.raises(RunStopped, match="^the first machine .* has ended before it began: placement: no vector$"):
             waiting.result(20)
 

@@ -15,7 +15,7 @@ from flexrlhf.comm.mailbox import PART_BYTES, Mailbox
 from flexrlhf.comm.store import Endpoint
 from flexrlhf.comm.world import World
 from flexrlhf.errors import UserError
-from flexrlhf.runs.fingerprints import check_code, code_digests
+from flexrlhf.runs.fingerprints import FunctionFiles
 from flexrlhf.trainer.call_feed import CallFeed
 
 CALL = {"do": "call", "operator": "train_actor", "loss": "stranger.py:loss"}
@@ -90,13 +90,14 @@ def test_a_loss_of_other_code_than_the_program_has_is_refused(tmp_path: Path, mo
         (tmp_path / place / "losses.py").write_text("from scales import SCALE\n\ndef loss(algorithm): ...\n")
         (tmp_path / place / "scales.py").write_text(f"SCALE = {scale}\n")
     monkeypatch.chdir(tmp_path / "first")
-    expected = code_digests("losses.py:loss", "session")
-    check_code("losses.py:loss", "session", expected, "rank 0 (host a)")
+    files = FunctionFiles("losses.py:loss", "session")
+    expected = files.digests()
+    files.check(expected, "rank 0 (host a)")
     monkeypatch.chdir(tmp_path / "second")
     with pytest.raises(
         UserError, match=r"^session: scales.py of rank 1 \(host b\) is not the one of the program; copy"
     ):
-        check_code("losses.py:loss", "session", expected, "rank 1 (host b)")
+        files.check(expected, "rank 1 (host b)")
     (tmp_path / "second" / "losses.py").unlink()
     with pytest.raises(UserError, match="^session: no file losses.py"):
-        check_code("losses.py:loss", "session", expected, "rank 1 (host b)")
+        files.check(expected, "rank 1 (host b)")

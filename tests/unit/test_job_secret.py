@@ -12,7 +12,7 @@ from flexrlhf.comm.store import Endpoint
 from flexrlhf.config.job_secret import JobSecret
 from flexrlhf.errors import UserError
 from flexrlhf.launch.agreement import Member, agree
-from flexrlhf.launch.rendezvous import JOB_OFFER, OFFER, JobOffer, agreement_store, find_job
+from flexrlhf.launch.rendezvous import JOB_OFFER, OFFER, JobOffer, OpenJob, agreement_store
 from flexrlhf.launch.shared_secret import found_secret, made_secret
 from flexrlhf.launch.terms import Terms
 from flexrlhf.runs.resume import RunOrder
@@ -70,10 +70,10 @@ def test_a_stranger_offers_no_job_and_no_terms(tmp_path: Path, monkeypatch: pyte
     for key, text in stranger.items():
         agreement.set(key, JobSecret.here().signed(key, text))
     with pytest.raises(UserError, match="^FLEXRLHF_TOKEN: missing on this machine"):
-        find_job(f"127.0.0.1:{store.port}", 10)
+        OpenJob.find(f"127.0.0.1:{store.port}", 10)
     monkeypatch.setenv("FLEXRLHF_TOKEN", SECRET)
     with pytest.raises(UserError, match="the first machine of the job has none"):
-        find_job(f"127.0.0.1:{store.port}", 10)
+        OpenJob.find(f"127.0.0.1:{store.port}", 10)
     with pytest.raises(UserError, match=r"^node 1 \(host b\): FLEXRLHF_TOKEN: this machine has one, the first"):
         agree(agreement, Member(1, 2, "b"), [plan], lambda: TERMS, 10)
 

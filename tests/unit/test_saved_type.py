@@ -10,7 +10,7 @@ from small_runs import placed_model
 
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.memory.transfer_bytes import saved_bytes
-from flexrlhf.weights.model_files import StoredTensor
+from flexrlhf.weights.model_files import StoredTensor, StoredTensors
 from flexrlhf.weights.model_shape import ModelShape
 
 
@@ -28,7 +28,7 @@ from flexrlhf.weights.model_shape import ModelShape
 )
 def test_the_type_of_files_is_that_of_all_tensors(types: list[str], expected: str) -> None:
     stored = {str(place): StoredTensor((1,), kind, Path("a"), 0) for place, kind in enumerate(types)}
-    assert StoredTensor.common_type(stored) == expected
+    assert StoredTensors(stored).common_type == expected
 
 
 @pytest.mark.parametrize(

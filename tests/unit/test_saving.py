@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flexrlhf.runs.model_directory import ModelDirectory, ModelFiles
-from flexrlhf.weights.saving import SavedFile, split_files
+from flexrlhf.weights.saving import SavedFile
 from flexrlhf.weights.stored_model import StoredModel
 
 CONFIG = {
@@ -78,7 +78,7 @@ def test_shards_have_at_most_their_size_and_an_index(tmp_path: Path) -> None:
 
 
 def test_a_tensor_larger_than_a_shard_is_alone() -> None:
-    first, second, third = split_files({"a": 4, "b": 36, "c": 4, "d": 4}, 12).values()
+    first, second, third = SavedFile.split({"a": 4, "b": 36, "c": 4, "d": 4}, 12).values()
     assert (first, second, third) == (["a"], ["b"], ["c", "d"])
 
 
@@ -149,7 +149,7 @@ def test_a_model_whose_other_writer_fails_replaces_none(tmp_path: Path, stays: b
     from transformers import AutoConfig
 
     config, weights = AutoConfig.for_model(**CONFIG), tensors()
-    files = split_files({name: weights[name].nbytes for name in sorted(weights)}, 50)
+    files = SavedFile.split({name: weights[name].nbytes for name in sorted(weights)}, 50)
     ModelDirectory(tmp_path / "actor").save(weights, config)
     before = contents(tmp_path / "actor")
     place = partial(ModelDirectory(tmp_path / "actor").writer, weights, config, 50)
