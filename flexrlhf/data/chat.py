@@ -52,6 +52,16 @@ class ChatFormat:
     end: str | None = None
     ends: tuple[int, ...] = ()
 
+    @classmethod
+    def read(cls, use: ChatUse, file: str | None) -> ChatFormat:
+        """Return how chats become text, with the template in ``file``. Raises UserError for a file that is none."""
+        if file is None:
+            return cls(use)
+        try:
+            return cls(use, Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"data.chat_template {file}: cannot be read ({error})") from None
+
 
 DEFAULT_CHAT = ChatFormat()
 
@@ -70,7 +80,7 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools] or None
-        found = own_template(tokenizer, bool(tools)) if template is None else template
+        found = self.own(tokenizer, bool(tools)) if template is None else template
         if found is None:
             raise UserError(
                 "the row is a chat, but the tokenizer has no chat template: name a file with one in "
@@ -85,10 +95,18 @@ class ChatTemplate:
         if tools:
             self._check_tools()
 
+    @staticmethod
+    def own(tokenizer: Any, with_tools: bool = False) -> str | None:
+        """Return the template of a tokenizer, of several the one ``with_tools`` or the default; None if it has none."""
+        template: str | dict[str, str] | None = getattr(tokenizer, "chat_template", None)
+        if not isinstance(template, dict):
+            return template
+        return template.get("tool_use" if with_tools else "default", template.get("default"))
+
     @classmethod
     def of(cls, tokenizer: Any, chat: ChatFormat, tools: Sequence[Tool] = ()) -> ChatTemplate | None:
         """Return the template of ``chat``, else the tokenizer's own; None if there is neither."""
-        if chat.template is None and own_template(tokenizer, bool(tools)) is None:
+        if chat.template is None and cls.own(tokenizer, bool(tools)) is None:
             return None
         return cls(tokenizer, chat.template, tools, chat.end)
 
@@ -264,24 +282,6 @@ class ChatTemplate:
                 **self._options,
             )
         return checked_length(text)
-
-
-def read_chat_format(use: ChatUse, file: str | None) -> ChatFormat:
-    """Return how chats become text, with the template in ``file``. Raises UserError for a file that is none."""
-    if file is None:
-        return ChatFormat(use)
-    try:
-        return ChatFormat(use, Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.chat_template {file}: cannot be read ({error})") from None
-
-
-def own_template(tokenizer: Any, with_tools: bool = False) -> str | None:
-    """Return the tokenizer's chat template, of several the one ``with_tools`` or the default; None if it has none."""
-    template: str | dict[str, str] | None = getattr(tokenizer, "chat_template", None)
-    if not isinstance(template, dict):
-        return template
-    return template.get("tool_use" if with_tools else "default", template.get("default"))
 
 
 def encode_with_cuts(

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from flexrlhf.config.data_settings import ControlUse
-from flexrlhf.data.chat import ChatTemplate, own_template
+from flexrlhf.data.chat import ChatTemplate
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.examples import Example
 from flexrlhf.data.messages import Chat, is_assistant
@@ -59,7 +59,7 @@ class TextEncoder:
 
     def _chat(self, turns: Chat, behind: Chat) -> list[int]:
         """Return the tokens of a chat with the turns ``behind`` it."""
-        if own_template(self.tokenizer) is None:
+        if ChatTemplate.own(self.tokenizer) is None:
             raise UserError(
                 f"{self.key}: the data is chat, and its tokenizer has no chat template; copy that of the model into "
                 f"its directory"

@@ -23,7 +23,7 @@ from flexrlhf.engines.micro_batch import MicroBatch
 from flexrlhf.engines.router_biases import BiasController
 from flexrlhf.engines.router_losses import RouterLosses, RouterTotals, loss_coefficients
 from flexrlhf.engines.routing import routers_of, scores_of, weights_of
-from flexrlhf.operators.columns import Column, expert_item_bytes
+from flexrlhf.operators.columns import Column
 
 MISMATCH = "router_mismatch"
 """Statistic of the (token, layer) pairs for which generation and the trainer's router choose other experts."""
@@ -60,7 +60,7 @@ class Routers:
         self._experts = int(routers[0].num_experts)
         self.biases = BiasController(routers, rate) if rate else None
         self.losses = RouterLosses(coefficients, self.layers, self._experts) if coefficients else None
-        self.dtype = _TYPES[expert_item_bytes(self._experts)]
+        self.dtype = _TYPES[Column.expert_bytes(self._experts)]
         self._chosen: list[Tensor] | None = None
         self._recorded: _Recorded | None = None
         self._weights: Tensor | None = None

@@ -17,7 +17,7 @@ from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.errors import RunStopped
 from flexrlhf.metrics import Outcome
 from flexrlhf.objectives.context import Columns, CombineContext
-from flexrlhf.operators.columns import Column, Qualifier, plain
+from flexrlhf.operators.columns import Column, Qualifier
 from flexrlhf.operators.outcomes import EpisodeState
 
 ROUNDING = 4 * torch.finfo(torch.float32).eps
@@ -201,7 +201,9 @@ def weighted_scores(sources: Sources | None, batch: Batch, _: CombineContext) ->
     An episode that failed has the score NaN. ``sources``: None: the model of that name, or the environment alone.
     """
     given = {source.model: source.weight for source in sources or () if isinstance(source, ModelSource)}
-    found = dict.fromkeys(name.partition(".")[2] for name in batch.columns if plain(name) in ("scores", "token_scores"))
+    found = dict.fromkeys(
+        name.partition(".")[2] for name in batch.columns if Column.plain(name) in ("scores", "token_scores")
+    )
     weights = {source: given.get(source, 1.0) for source in (*given, *found)}
     mask = batch["response_mask"]
     total, by_token = torch.zeros(len(batch), device=mask.device), torch.zeros_like(mask, dtype=torch.float32)
@@ -215,6 +217,8 @@ def weighted_scores(sources: Sources | None, batch: Batch, _: CombineContext) ->
         elif f"scores.{source}" in batch.columns:
             scores = weight * batch[f"scores.{source}"]
             total, by_token = total + scores, by_token + on_last_token(scores, mask)
-    ends = [column for name, column in batch.columns.items() if plain(name) in (Column.STEP_ENDS, Column.TURN_ENDS)]
+    ends = [
+        column for name, column in batch.columns.items() if Column.plain(name) in (Column.STEP_ENDS, Column.TURN_ENDS)
+    ]
     of_steps = {Column.STEP_ENDS: torch.stack(ends).amax(0)} if ends else {}
     return {"scores": total, "token_scores": by_token, **of_steps}, {}

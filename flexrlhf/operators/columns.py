@@ -63,7 +63,22 @@ class Column:
     @lru_cache(maxsize=1024)
     def of(cls, name: str) -> Column:
         """Return the column ``name``, which may have a qualifier behind a dot: ``tokens.greedy``, ``scores.cost``."""
-        return replace(COLUMNS[plain(name)], name=name)
+        return replace(COLUMNS[Column.plain(name)], name=name)
+
+    @staticmethod
+    def plain(name: str) -> str:
+        """Return ``name`` without its qualifier: ``tokens`` of ``tokens.greedy``."""
+        return name.partition(".")[0]
+
+    @staticmethod
+    def qualified(names: Iterable[str], qualifier: str) -> tuple[str, ...]:
+        """Return ``names`` with ``qualifier`` behind a dot."""
+        return tuple(f"{name}.{qualifier}" for name in names)
+
+    @staticmethod
+    def expert_bytes(number: int) -> int:
+        """Return the bytes in which one of ``number`` experts is recorded."""
+        return 1 if number <= 256 else 2
 
 
 class Qualifier(StrEnum):
@@ -128,21 +143,6 @@ TEXT = ("tokens", "attention_mask")
 """Columns that a model reads of a sample: prompt and response."""
 LONGER = 2
 """How many times longer than a row of the policy's tokens a text may be in another tokenizer's, by default."""
-
-
-def plain(name: str) -> str:
-    """Return ``name`` without its qualifier: ``tokens`` of ``tokens.greedy``."""
-    return name.partition(".")[0]
-
-
-def qualified(names: Iterable[str], qualifier: str) -> tuple[str, ...]:
-    """Return ``names`` with ``qualifier`` behind a dot."""
-    return tuple(f"{name}.{qualifier}" for name in names)
-
-
-def expert_item_bytes(number: int) -> int:
-    """Return the bytes in which one of ``number`` experts is recorded."""
-    return 1 if number <= 256 else 2
 
 
 @dataclass(frozen=True)

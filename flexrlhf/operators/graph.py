@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal, get_args
 
-from flexrlhf.operators.columns import TEXT, Column, Qualifier, Quantity, plain
+from flexrlhf.operators.columns import TEXT, Column, Qualifier, Quantity
 from flexrlhf.operators.named_functions import COMBINES, LOSSES
 
 CallKind = Literal["generate", "forward", "train"]
@@ -178,7 +178,7 @@ class Operator:
     @property
     def is_of_episodes(self) -> bool:
         """Whether it computes for the first sequence of an episode alone: scores, and statistics of evaluations."""
-        scores = self.kind != "generate" and any(plain(name) in SCORES for name in self.writes)
+        scores = self.kind != "generate" and any(Column.plain(name) in SCORES for name in self.writes)
         return scores or self.kind in ("score", "retokenize") or self.function in ("diversity", "held_out_scores")
 
     @property

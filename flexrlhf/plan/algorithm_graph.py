@@ -17,7 +17,7 @@ from flexrlhf.config.code_loading import NamedErrors, load_module
 from flexrlhf.config.model_settings import Head, ModelsSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError, nearest
-from flexrlhf.operators.columns import COLUMNS, Column, plain
+from flexrlhf.operators.columns import COLUMNS, Column
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.operators.named_functions import COMBINES, LOSSES
 from flexrlhf.plan.score_sources import with_retokenized, with_sources
@@ -193,7 +193,7 @@ def _check_columns(operators: Sequence[Operator], inputs: Sequence[str]) -> None
             raise UserError(f"{KEY}: two operators are called {operator.name!r}; give each a name of its own")
         names.add(operator.name)
         for column in (*operator.reads, *operator.writes):
-            if plain(column) not in COLUMNS:
+            if Column.plain(column) not in COLUMNS:
                 raise UserError(
                     f"{KEY}: {operator.name}: no column {column!r}{nearest(column, COLUMNS)}; a column of your own "
                     f"has a name of yours behind a known one, such as scores.{column}"

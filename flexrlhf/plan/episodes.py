@@ -12,7 +12,7 @@ from dataclasses import replace
 from flexrlhf.config.environment_settings import EnvironmentSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import Column, plain
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import ENVIRONMENT, GENERATE, Graph, Operator
 
 LOGPROBS = frozenset(("logprobs", "computed_logprobs", "trainer_logprobs"))
@@ -76,7 +76,9 @@ def _of_episodes(operator: Operator, suffixes: Sequence[str]) -> tuple[Operator,
     if "outcome" in operator.writes:
         return (replace(operator, reads=(*operator.reads, *(f"episode{suffix}" for suffix in suffixes))),)
     if operator.kind in ("score", "retokenize"):
-        (suffix,) = (each.removeprefix("response_mask") for each in operator.reads if plain(each) == "response_mask")
+        (suffix,) = (
+            each.removeprefix("response_mask") for each in operator.reads if Column.plain(each) == "response_mask"
+        )
         return (replace(operator, reads=(*operator.reads, f"{Column.TURN_ENDS}{suffix}")),)
     return (operator,)
 

@@ -19,7 +19,7 @@ from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
 from flexrlhf.memory.budget import Sizing
-from flexrlhf.operators.columns import Lengths, expert_item_bytes
+from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.operators.graph import Graph
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.groups import Group
@@ -171,7 +171,7 @@ class ResolvedSpec:
         experts = shape.sizes.experts
         if experts is None:
             return lengths
-        item = expert_item_bytes(experts.number)
+        item = Column.expert_bytes(experts.number)
         return replace(lengths, experts=shape.sizes.sparse_layers * experts.active * item)
 
     def placeable_graph(self, shadowed: Collection[str]) -> Graph:

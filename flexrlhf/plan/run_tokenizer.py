@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.user_paths import instead_of
-from flexrlhf.data.chat import ChatFormat, ChatTemplate, read_chat_format
+from flexrlhf.data.chat import ChatFormat, ChatTemplate
 from flexrlhf.data.files import json_type
 from flexrlhf.environments.tool_schemas import EnvironmentTools
 from flexrlhf.errors import UserError, shown
@@ -66,7 +66,7 @@ class RunTokenizer:
     def chat(self) -> ChatFormat:
         """Return the chat format: which rows a chat template renders, and the template that the spec names."""
         data = self.plan.spec.data
-        return replace(read_chat_format(data.chat, data.chat_template), control=data.control_tokens, end=data.end_token)
+        return replace(ChatFormat.read(data.chat, data.chat_template), control=data.control_tokens, end=data.end_token)
 
     @property
     def prompt_format(self) -> ChatFormat:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from flexrlhf.config.reward_sources import ModelSource, RewardSource, Sources
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import TEXT, Column, Qualifier, plain, qualified
+from flexrlhf.operators.columns import TEXT, Column, Qualifier
 from flexrlhf.operators.graph import Graph, Operator
 
 SECTIONS = ("reward", "cost")
@@ -132,7 +132,7 @@ def _columns_of(sources: Sequence[RewardSource], qualifier: str, suffix: str, wi
 
 def _with_token_scores(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Return ``operators`` where readers of scores also read the token scores that exist."""
-    written = {name for operator in operators for name in operator.writes if plain(name) == "token_scores"}
+    written = {name for operator in operators for name in operator.writes if Column.plain(name) == "token_scores"}
 
     def reading(operator: Operator) -> Operator:
         further = tuple(f"token_{name}" for name in operator.reads if f"token_{name}" in written - set(operator.reads))
@@ -172,7 +172,7 @@ def _retokenized(operator: Operator, graph: Graph) -> Iterator[Operator]:
     """Yield the operator that encodes sequences for ``operator``, a forward, and ``operator`` on these."""
     assert graph.generated is not None, "a graph without responses is refused"
     suffix = operator.suffix
-    texts = tuple(f"{name}{suffix}" for name in qualified(TEXT, operator.role))
+    texts = tuple(f"{name}{suffix}" for name in Column.qualified(TEXT, operator.role))
     yield replace(
         operator,
         name=f"{operator.name}_texts",

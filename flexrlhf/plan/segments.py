@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from flexrlhf.config.spec import Spec
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import Column, plain
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import GENERATE, WHOLE_RESPONSES, Graph, Operator, is_own
 from flexrlhf.operators.named_functions import COMBINES
 
@@ -44,7 +44,7 @@ def _segmented(operator: Operator, spec: Spec) -> Operator:
 
 def _carrying(operator: Operator) -> Operator:
     """Return a generate that goes on with the responses that the step before has not trained on."""
-    written = (name for name in operator.writes if operator.has_replies or plain(name) not in _RECOMPUTED)
+    written = (name for name in operator.writes if operator.has_replies or Column.plain(name) not in _RECOMPUTED)
     return replace(operator, carries=tuple(dict.fromkeys((*written, Column.PRESENT))))
 
 
@@ -53,7 +53,7 @@ def _joining(generates: Sequence[Operator]) -> Operator:
     turns of their episodes."""
     written = [name for each in generates for name in each.writes]
     texts, ends = (*GENERATE.writes, Column.TURN_ENDS, Column.REWARDS), ("response_mask", "finished", "episode")
-    read = (name for name in written if name in texts or plain(name) in ends)
+    read = (name for name in written if name in texts or Column.plain(name) in ends)
     role = generates[0].role
     return Operator("whole", "combine", role, tuple(read), (Column.PRESENT,), function=WHOLE_RESPONSES)
 

@@ -20,7 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIF
 from flexrlhf.config.model_settings import Dtype, ModelSpec, SavedDtype
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
-from flexrlhf.data.chat import read_chat_format
+from flexrlhf.data.chat import ChatFormat
 from flexrlhf.engines.base import TrainingState
 from flexrlhf.engines.models import DTYPES
 from flexrlhf.errors import UserError, nearest
@@ -147,7 +147,7 @@ def _saved_model(run: Path, role: str | None) -> TrainedModel:
 def _usage(spec: Spec, role: str, directory: str) -> dict[str, str]:
     """Return the files that say how ``role`` is used, with the tokenizer in ``directory``."""
     file, policy = spec.data.chat_template, spec.models.actor if role == "actor" else None
-    read = read_chat_format(spec.data.chat, file if file is not None and Path(file).is_file() else None)
+    read = ChatFormat.read(spec.data.chat, file if file is not None and Path(file).is_file() else None)
     tokenizer = load_tokenizer(directory, policy is not None and policy.trust_remote_code)
     chat = replace(read, end=spec.data.end_token)
     eos, pad = end_tokens(tokenizer, chat, policy), tokenizer.pad_token_id

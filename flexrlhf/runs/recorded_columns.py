@@ -14,7 +14,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.errors import UserError
 from flexrlhf.metrics import Triple
-from flexrlhf.operators.columns import plain
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Operator
 from flexrlhf.runs.row_file import RowFile
 from flexrlhf.runs.tensor_files import save_tensors
@@ -138,7 +138,7 @@ class RecordedColumns:
         """
         recorded = self.read(step)
         for name in operator.writes if rows else ():
-            if plain(name) == VERSIONS and not operator.carries:
+            if Column.plain(name) == VERSIONS and not operator.carries:
                 mask = store.get(name.replace(VERSIONS, "response_mask"), rows)
                 store.put(name, rows, store.get(name, rows).amax(1, keepdim=True) * mask)
                 continue

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from flexrlhf.config.engines import EngineFacts
-from flexrlhf.data.chat import ChatTemplate, own_template
+from flexrlhf.data.chat import ChatTemplate
 from flexrlhf.data.control_tokens import ControlTokens
 from flexrlhf.data.encoding import bos_in_front
 from flexrlhf.data.known_keys import RowValues, with_texts
@@ -209,7 +209,7 @@ class ServedPolicy:
     ) -> None:
         self._sampler, self._tokenizer, self._most, self._form = sampler, tokenizer, most_tokens, tool_format
         self._secret, self._controls = secret, ControlTokens(tokenizer)
-        self._template = None if own_template(tokenizer) is None else ChatTemplate(tokenizer)
+        self._template = None if ChatTemplate.own(tokenizer) is None else ChatTemplate(tokenizer)
         own = () if self._template is None else self._template.end_tokens()
         self._ends = tuple({*ends, *own, *(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))})
         self.num_calls = 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch
 from flexrlhf.objectives.context import Columns, EarlierScores
-from flexrlhf.operators.columns import Column, Lengths, plain
+from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.operators.outcomes import EpisodeState
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.trainer.execution import OperatorRun
@@ -271,7 +271,7 @@ class OpenRows:
 def whole_responses(run: OperatorRun, batch: Batch, step: int) -> Columns:
     """Return ``present`` (n,) of the rows of ``batch``, of which several operators have generated a response each."""
     shape = run.shape
-    suffixes = [name.removeprefix("finished") for name in run.operator.reads if plain(name) == "finished"]
+    suffixes = [name.removeprefix("finished") for name in run.operator.reads if Column.plain(name) == "finished"]
     ends = [
         _have_ended(batch[f"response_mask{s}"], batch[f"finished{s}"], batch.columns.get(f"episode{s}"))
         for s in suffixes

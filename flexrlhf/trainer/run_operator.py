@@ -12,7 +12,7 @@ from flexrlhf.comm.rows import RowStore
 from flexrlhf.engines.base import Batch, Moments, Sampling, moments
 from flexrlhf.objectives.context import Columns, CombineContext
 from flexrlhf.objectives.functions import computed_columns, settings_of
-from flexrlhf.operators.columns import Column, Lengths, plain
+from flexrlhf.operators.columns import Column, Lengths
 from flexrlhf.operators.graph import SCORES
 from flexrlhf.trainer.execution import OperatorRun
 from flexrlhf.trainer.open_rows import OpenRows, carried_columns, earlier_scores, places_in, whole_responses
@@ -62,7 +62,7 @@ def _check_finite(run: OperatorRun, columns: Columns, rows: Tensor, context: Ope
     if run.operator.kind not in ("generate", "forward"):
         return
     has_own_rule = context.spec.algorithm.SAMPLES
-    checked = {n: values for n, values in columns.items() if not (has_own_rule and plain(n) in SCORES)}
+    checked = {n: values for n, values in columns.items() if not (has_own_rule and Column.plain(n) in SCORES)}
     context.guard.check_columns(context.where(run), context.sampling.step, checked, rows, run.model.dp)
 
 

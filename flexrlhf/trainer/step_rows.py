@@ -13,7 +13,7 @@ from flexrlhf.comm.move import ColumnMover, RowPacking
 from flexrlhf.comm.rows import RowStore
 from flexrlhf.data.examples import Example
 from flexrlhf.data.order import DataOrder, SourceShare
-from flexrlhf.operators.columns import Column, Lengths, Qualifier, plain, qualified
+from flexrlhf.operators.columns import Column, Lengths, Qualifier
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.run_data import RunData
 from flexrlhf.strategies.instructions import Move, Run
@@ -153,7 +153,9 @@ class StepRows:
             parts = [shape.prompts(number) for number in shape.mini_batches]
             mismatched = self._columns(mismatched_examples(examples, parts), rows, shape.samples_per_prompt)
             self._put(
-                store, rows, {name: mismatched[plain(name)] for name in qualified(mismatched, Qualifier.MISMATCHED)}
+                store,
+                rows,
+                {name: mismatched[Column.plain(name)] for name in Column.qualified(mismatched, Qualifier.MISMATCHED)},
             )
         if further := self._data.texts:
             order = DataOrder(self._plan.spec.seed, (SourceShare(len(further)),))
@@ -161,7 +163,7 @@ class StepRows:
             indices = dict(zip(places, order.indices(step, len(places)), strict=True))
             own = [row for row in rows if row in indices]
             texts = self._columns([further[indices[row]] for row in own], range(len(own)), 1)
-            self._put(store, own, {name: texts[plain(name)] for name in qualified(texts, Qualifier.PTX)})
+            self._put(store, own, {name: texts[Column.plain(name)] for name in Column.qualified(texts, Qualifier.PTX)})
 
     def _columns(self, examples: Sequence[Example], rows: Sequence[int], samples_per_prompt: int) -> dict[str, Tensor]:
         return input_columns(examples, rows, samples_per_prompt, self._plan.lengths, self._data.pad_token_id)

@@ -22,7 +22,7 @@ from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.turn_tokens import ReadReply, ReadReset, TurnTokens
 from flexrlhf.engines.base import Batch, Moments, moments
 from flexrlhf.objectives.context import Columns
-from flexrlhf.operators.columns import Column, plain
+from flexrlhf.operators.columns import Column
 from flexrlhf.operators.graph import Graph, Operator
 from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.plan import Plan
@@ -67,9 +67,9 @@ class ExternalScorers:
         mask = batch["response_mask"].bool()
         written = [name.removesuffix(operator.suffix) for name in operator.writes]
         columns, failed = self._columns(operator.function, written, mask, batch, examples, tp.is_first)
-        columns = {name: tp.sum(each.to(mask.device)).to(_DTYPES[plain(name)]) for name, each in columns.items()}
+        columns = {name: tp.sum(each.to(mask.device)).to(_DTYPES[Column.plain(name)]) for name, each in columns.items()}
         failed = tp.sum(failed.to(mask.device))
-        if not any(plain(name) == "scores" for name in written):
+        if not any(Column.plain(name) == "scores" for name in written):
             return columns, {}
         share = failed.double() / max(len(batch), 1)
         return columns, {"score_failed": moments(share, torch.full_like(share, len(batch)))}
@@ -85,7 +85,7 @@ class ExternalScorers:
     ) -> tuple[Columns, Tensor]:
         """Return the columns called ``names``, and the number (1,) of responses without a score; 0 unless scoring."""
         shapes = {"scores": (len(batch),), "token_scores": mask.shape, Column.STEP_ENDS: mask.shape}
-        columns = {name: torch.zeros(shapes[plain(name)], dtype=torch.float32) for name in names}
+        columns = {name: torch.zeros(shapes[Column.plain(name)], dtype=torch.float32) for name in names}
         failed = torch.zeros(1)
         if not is_scoring:
             return columns, failed
@@ -94,9 +94,9 @@ class ExternalScorers:
         failed[0] = float(scores.failed)
         for name, column in columns.items():
             model = name.partition(".")[2]
-            if plain(name) == "scores":
+            if Column.plain(name) == "scores":
                 column[:] = torch.tensor(scores.totals, dtype=torch.float32)
-            elif plain(name) == "token_scores":
+            elif Column.plain(name) == "token_scores":
                 _fill(column, mask, scores.tokens or [])
             elif model in self._separators.get(section, {}):
                 _mark(column, mask, [each.step_ends(self._separators[section][model]) for each in samples])

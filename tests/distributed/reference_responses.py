@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from flexrlhf.config.spec import Spec
-from flexrlhf.data.chat import read_chat_format
+from flexrlhf.data.chat import ChatFormat
 from flexrlhf.data.examples import Example, LoadedExamples
 from flexrlhf.operators.outcomes import EpisodeState
 
@@ -164,7 +164,7 @@ def read_examples(spec: Spec, tokenizer: Any, path: str, needs: str | None = Non
         max_prompt_tokens=spec.data.max_prompt_tokens,
         max_response_tokens=spec.data.max_response_tokens,
         with_columns=True,
-        chat=read_chat_format(spec.data.chat, spec.data.chat_template),
+        chat=ChatFormat.read(spec.data.chat, spec.data.chat_template),
     ).examples
 
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks.peers.chat_tokenizers import FAMILIES, build_chat_tokenizer
-from flexrlhf.data.chat import ChatFormat, ChatUse, encode_with_cuts, read_chat_format
+from flexrlhf.data.chat import ChatFormat, ChatUse, encode_with_cuts
 from flexrlhf.data.encoding import EncodedRow, RowEncoder
 from flexrlhf.data.examples import Example
 from flexrlhf.data.forms import TextExample
@@ -392,9 +392,9 @@ def test_a_tokenizer_without_template_is_named(tokenizers: Any, tmp_path: Path) 
 
 def test_a_file_of_a_template_is_read(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(MARKED)
-    assert read_chat_format("auto", str(tmp_path / "own.jinja")) == ChatFormat("auto", MARKED)
+    assert ChatFormat.read("auto", str(tmp_path / "own.jinja")) == ChatFormat("auto", MARKED)
     with pytest.raises(UserError, match=r"data.chat_template nowhere.jinja: cannot be read"):
-        read_chat_format("auto", "nowhere.jinja")
+        ChatFormat.read("auto", "nowhere.jinja")
 
 
 # --- bos

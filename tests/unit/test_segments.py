@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from small_runs import plan_of, spec_of
 
-from flexrlhf.operators.columns import TEXT, Column, Qualifier, qualified
+from flexrlhf.operators.columns import TEXT, Column, Qualifier
 from flexrlhf.placement.layout import BatchShape
 from flexrlhf.placement.rollout import KeptSlots
 from flexrlhf.plan.pipeline import make_plan
@@ -23,7 +23,7 @@ THREE, ENDED = "rollout.segment_tokens=3", "rollout.groups=as-ended"
 PROCESS = ("algorithm.supervision=process", "reward={model: reward, level: step, separator: '.'}")
 DYNAMIC = "algorithm.dynamic_sampling={rounds: 2}"
 FROZEN = "algorithm.freeze_actor_steps=1"
-PTX, TEXTS = "algorithm.ptx={path: texts.jsonl}", qualified((*TEXT, "loss_mask"), Qualifier.PTX)
+PTX, TEXTS = "algorithm.ptx={path: texts.jsonl}", Column.qualified((*TEXT, "loss_mask"), Qualifier.PTX)
 
 
 @pytest.mark.parametrize(

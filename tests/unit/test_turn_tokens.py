@@ -23,7 +23,7 @@ from flexrlhf.data.retokenized import TextEncoder
 from flexrlhf.data.turn_tokens import TurnTokens
 from flexrlhf.engines.base import Batch
 from flexrlhf.errors import UserError
-from flexrlhf.operators.columns import TEXT, qualified
+from flexrlhf.operators.columns import TEXT, Column
 from flexrlhf.operators.graph import Operator
 from flexrlhf.trainer.text_operators import retokenized
 
@@ -277,7 +277,7 @@ def test_a_model_of_another_family_reads_an_episode_in_its_own_template(tokenize
             "response_mask": torch.tensor([[*sampled, 0]]),
             "finished": torch.tensor([1]),
         }
-        operator = Operator("texts", "retokenize", "actor", (), qualified(TEXT, "reward"), "reward")
+        operator = Operator("texts", "retokenize", "actor", (), Column.qualified(TEXT, "reward"), "reward")
         encoder, decode = TextEncoder("reward", other, 300), partial(policy.decode, skip_special_tokens=True)
         found, _ = retokenized(operator, Batch(columns, torch.tensor([0]), 1), [example], encoder, decode, tokens)
         mask = found["attention_mask.reward"].bool()

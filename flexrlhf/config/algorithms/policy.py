@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from flexrlhf.config.algorithms.base import LossAggregation, SampledSpec
 from flexrlhf.config.algorithms.policy_sections import CovarianceSpec, KlSpec, OverlongSpec, PtxSpec, Truncation
-from flexrlhf.operators.columns import TEXT, Qualifier, Quantity, qualified
+from flexrlhf.operators.columns import TEXT, Column, Qualifier, Quantity
 from flexrlhf.operators.graph import DIVERSITY, GENERATE, Graph, Operator, after
 from flexrlhf.operators.named_functions import COMBINES
 
@@ -236,7 +236,7 @@ def policy_graph(spec: PolicySpec, operators: tuple[Operator, ...], roles: tuple
     inputs: tuple[str, ...] = ("prompts", "prompt_mask")
     operators = _with_outcome(_with_selection(spec, operators))
     if spec.ptx is not None:
-        texts = qualified((*TEXT, "loss_mask"), Qualifier.PTX)
+        texts = Column.qualified((*TEXT, "loss_mask"), Qualifier.PTX)
         inputs += texts
         operators = tuple(
             replace(each, reads=(*each.reads, *texts), extra_loss=Qualifier.PTX) if each.name == "train_actor" else each

@@ -17,10 +17,10 @@ from flexrlhf.config.algorithms.policy import (
     train_actor,
 )
 from flexrlhf.config.algorithms.policy_sections import KlSpec
-from flexrlhf.operators.columns import TEXT, Column, qualified
+from flexrlhf.operators.columns import TEXT, Column
 from flexrlhf.operators.graph import GENERATE, Graph
 
-GREEDY = qualified((*TEXT, "response_mask", "finished"), "greedy")
+GREEDY = Column.qualified((*TEXT, "response_mask", "finished"), "greedy")
 
 
 class ReturnsSpec(PolicySpec):

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from flexrlhf.config.algorithms.base import AlgorithmSpec, LossAggregation
-from flexrlhf.operators.columns import TEXT, Qualifier, qualified
+from flexrlhf.operators.columns import TEXT, Column, Qualifier
 from flexrlhf.operators.graph import DIVERSITY, GENERATE, Graph, Operator
 
 READ = (*TEXT, "loss_mask")
@@ -203,18 +203,18 @@ class KtoSpec(PreferenceSpec):
     def step_graph(self) -> Graph:
         """Return a graph that forwards responses to other prompts, too, for the reference point of the losses."""
         suffix = f".{Qualifier.MISMATCHED}"
-        texts = qualified(TEXT, Qualifier.MISMATCHED)
+        texts = Column.qualified(TEXT, Qualifier.MISMATCHED)
         forwards = tuple(
             replace(
                 each,
                 name=f"mismatched_{each.name}",
                 reads=texts,
-                writes=qualified(each.writes, Qualifier.MISMATCHED),
+                writes=Column.qualified(each.writes, Qualifier.MISMATCHED),
                 suffix=suffix,
             )
             for each in (LOGPROBS, REF_LOGPROBS)
         )
-        compared = qualified(("logprobs", "ref_logprobs", "loss_mask"), Qualifier.MISMATCHED)
+        compared = Column.qualified(("logprobs", "ref_logprobs", "loss_mask"), Qualifier.MISMATCHED)
         point = Operator(
             "reference_point",
             "combine",
