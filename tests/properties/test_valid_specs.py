@@ -12,9 +12,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from varied_specs import CLASSES, VariedSpecs, make_varied_spec
+from varied_specs import VariedSpecs, make_varied_spec
 
-from flexrlhf.config.algorithms import ALGORITHMS
+from flexrlhf.config.algorithms import ALGORITHMS, KINDS
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.spec import Spec
@@ -164,7 +164,7 @@ def changed_settings(value: Any) -> Iterator[str]:
 
 def every_setting() -> set[str]:
     """All settings that can have several values."""
-    kinds, found = [Spec, *CLASSES.values()], set()
+    kinds, found = [Spec, *KINDS.values()], set()
     while kinds:
         kind = kinds.pop()
         found |= {_setting(kind, name) for name, field in kind.model_fields.items() if _is_open(field.annotation)}
