@@ -437,12 +437,6 @@ def test_a_shadow_of_another_engine_is_advised_without_stages() -> None:
     assert plan.placement["critic.shadow"].engine == "torch"
 
 
-def test_megatron_is_not_advised_to_generate() -> None:
-    assert "models.actor.engine: megatron does not support generate; set rollout.engine: vllm, or use torch or" in (
-        refusal("--engine", "megatron", "--rollout", "transformers")
-    )
-
-
 def test_the_placement_of_deepspeed_chat_is_feasible_with_vllm() -> None:
     found = advise(spec_for(16), AnalyticCosts(), seconds_limit=1.0)
     assert "co-located ZeRO-3" in {item.candidate.name for item in found.feasible}
@@ -609,13 +603,6 @@ def test_every_algorithm_is_advised_on_from_its_name(name: str, roles: str) -> N
     assert "split" not in {item.candidate.name for item in (*found.feasible, *found.rejected)}
 
 
-def test_a_model_that_the_algorithm_has_not_is_refused_where_it_is_named() -> None:
-    assert "models.critic: grpo has no critic" in refusal("--critic", "llama-7b", "--set", "algorithm.name=grpo")
-    assert "models.critic: grpo has no critic" in refusal(
-        "--set", "algorithm.name=grpo", "--set", "models.critic.zero=3"
-    )
-
-
 def test_adapters_are_on_the_trained_models() -> None:
     spec = AdviceOptions(lora=8).spec(None, ("algorithm.name=safe-rlhf",))
     adapted = {role for role, model in spec.models if model is not None and model.lora is not None}
@@ -722,15 +709,6 @@ def test_auto_in_a_yaml_is_the_advised_placement(tmp_path: Path) -> None:
     assert result.output.startswith("advised: placement auto is [")
 
 
-def test_unknown_names_get_the_nearest() -> None:
-    assert "did you mean 'llama-33b'" in refusal("--model", "lama-33b")
-    assert "did you mean 'grpo'" in refusal("--algorithm", "grp")
-    assert "A100-40G or A100-80G" in refusal("--gpu-type", "A100")
-    assert "did you mean 'H100-96G'" in refusal("--gpu-type", "H100-90G")
-    assert "use 8 or 16" in refusal("--gpus", 12)
-    assert "did you mean 'deepspeed'" in refusal("--engine", "deepsped")
-
-
 def test_a_model_is_refused_under_the_option_that_named_it() -> None:
     for option in ("--model", "--critic", "--ref", "--reward"):
         assert refusal(option, "lama-7b").startswith(f"flexrlhf: {option} lama-7b: no known model")
@@ -833,11 +811,6 @@ def test_settings_to_use_instead_of_options_are_settings() -> None:
     assert (changed.models.actor.path, changed.models.actor.lora.rank) == ("models", 8)
 
 
-def test_a_cluster_is_given_once(tmp_path: Path) -> None:
-    for option, value in (("--gpus", 4), ("--gpu-type", "H100-96G")):
-        assert f"{option} {value}: --cluster" in refusal("--cluster", tmp_path / "nodes.yaml", option, value)
-
-
 def test_help_states_every_default() -> None:
     command = typer.main.get_command(app).get_command(None, "advise")  # type: ignore[attr-defined]
     helps = {parameter.name: parameter.help or "" for parameter in command.params}
@@ -857,17 +830,10 @@ def test_the_critic_and_the_reward_model_are_taken_for_each_other() -> None:
     assert AdviceOptions(reward="llama-13b").request().models["critic"] == "llama-13b"
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [("nodir/x.yaml", "No such file or directory"), (".", "a directory; give a file"), ("file/x", "not a directory")],
-)
-def test_an_output_is_checked_before_anything_is_computed(
-    path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_is_checked_before_anything_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    sentence = refusal("-o", path)
-    assert f"--output {path}: " in sentence and message in sentence
+    assert refusal("-o", "file/x") == f"flexrlhf: --output file/x: {tmp_path / 'file'} is a file, not a directory\n"
 
 
 def test_responses_of_a_mean_length_are_simulated_to_the_same_seconds(tmp_path: Path) -> None:
@@ -885,9 +851,7 @@ def test_responses_of_a_mean_length_are_simulated_to_the_same_seconds(tmp_path: 
     assert f"{seconds_text(seconds)} a step" in simulated.output
 
 
-def test_a_mean_above_the_longest_is_refused() -> None:
-    assert "--mean-response 2000: longer than responses may be" in refusal("--mean-response", 2000)
-    assert "of advised is 64" in refusal("--response-tokens", 64, "--mean-response", 65)
+def test_a_mean_may_be_the_longest() -> None:
     assert lengths_for(spec_for(1, response_tokens=256), 256).responses == (256,)
 
 
@@ -984,22 +948,6 @@ def test_more_devices_are_whole_nodes(devices: int, times: int, nodes: tuple[int
     assert (node.devices, node.count) == nodes
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nodes: [{devices: 8}]", "a node has no class"),
-        ("nodes: [{devices: 8, clas: A100-80G}]", "did you mean 'class'"),
-        ("[{devices: 8, class: A10-80G}]", "no such device class"),
-        ("nodes: 8", "expected a list of nodes"),
-        ("{", "not YAML"),
-    ],
-)
-def test_a_bad_cluster_file_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(text)
-    assert message in refusal("--cluster", path)
-
-
 def test_a_cluster_file_may_give_the_speed_of_its_links(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("cluster: {nodes: [{count: 2, devices: 4, class: v100-32g, network_gb_s: 12.5}]}")
@@ -1084,11 +1032,6 @@ def test_the_row_of_the_guideline_is_written(tmp_path: Path) -> None:
     assert path.read_text().startswith(f"# guideline: {row[2]}; {row[5]} s a step")
     vector = load_spec(path).placement
     assert isinstance(vector, tuple) and row[4] == f"[{','.join(f'{float(each):.4g}' for each in vector)}]"
-    assert "--take usual: places models, and --per-operator" in refusal("--per-operator", "--take", "usual")
-
-
-def test_a_tie_of_single_operators_is_refused() -> None:
-    assert "--tie 0.5: --per-operator takes the fastest placement" in refusal("--per-operator", "--tie", 0.5)
 
 
 def test_classes_are_found_by_their_start() -> None:

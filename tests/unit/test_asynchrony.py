@@ -325,22 +325,3 @@ def test_the_table_names_what_pays(invoke: Invoke) -> None:
 def test_without_a_lag_any_placement_may_have_segments(invoke: Invoke) -> None:
     result = invoke(["simulate", "one.yaml", "--lengths", "heavy-tail:3", "--lags", "0", "--segments", "4"])
     assert result.exit_code == 0 and "segments: none pays" in result.stdout, result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("one.yaml", "--lags", "0,1"), ("test is co-located, and schedule.lag 1", "actor.rollout devices")),
-        (("one.yaml", "--segments", "4"), ("test is co-located, and schedule.lag 1", "compare --lags 0 alone")),
-        (("a.yaml", "--lags", "0,17"), ("--lags 0,17: 17 is not from 0 to 16; use 16",)),
-        (("a.yaml", "--lags", "all"), ("--lags all: expected whole numbers such as --lags 1,2,4",)),
-        (("a.yaml", "--segments", "0"), ("--segments 0: 0 is not from 1 to 7; use 1",)),
-        (("a.yaml", "--segments", "8"), ("--segments 8: 8 is not from 1 to 7; use 7",)),
-        (("a.yaml", "--segments", "4", "-o", "x.json"), ("--output: goes with one run, and --segments",)),
-        (("a.yaml", "--lags", "0", "-o", "x.json"), ("--output: goes with one run",)),
-    ],
-)
-def test_bad_variants_are_one_sentence(arguments: tuple[str, ...], words: tuple[str, ...], invoke: Invoke) -> None:
-    result = invoke(["simulate", *arguments])
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
-    assert all(word in result.stderr for word in words), result.stderr

@@ -600,41 +600,6 @@ def test_a_plan_that_does_not_fit_is_predicted_behind_the_sentence_of_its_refusa
     assert "A100-80G" in result.stdout.splitlines()[2]
 
 
-MINE = ("--set", "cluster={nodes: [{devices: 2, class: mine, memory_gb: 9}]}")
-PLAYED = ("--set", "environment={path: game.py:Game, timeout_seconds: 30}")
-BAD = [
-    ("no figures", MINE, ("device class mine", "cluster.nodes", "flexrlhf profile", "runs/profile.json")),
-    ("no profile", ("--profile", "there.json"), ("--profile there.json", "no such file")),
-    ("no lengths", (*A100, "--lengths", "many"), ("--lengths many", "expected a number, heavy-tail, a file")),
-    ("too long", (*A100, "--lengths", "9"), ("--lengths 9", "data.max_response_tokens", "8")),
-    ("no numbers", (*A100, "--lengths", "words.json"), ("words.json", "expected numbers")),
-    ("no replies", (*A100, "--replies", "2"), ("--replies 2: test has no environment",)),
-    ("bad replies", (*A100, *PLAYED, "--replies", "long-tail:2"), ("expected seconds, or heavy-tail:SECONDS",)),
-    ("late replies", (*A100, *PLAYED, "--replies", "heavy-tail:60"), ("environment.timeout_seconds of test, 30",)),
-    ("no timeline", (*A100, "--against", "there.json"), ("--against there.json", "no such file")),
-    ("another file", (*A100, "--against", "words.json"), ("--against words.json", "not the timeline")),
-    (
-        "many steps",
-        (*A100, "--steps", "99999999", "-o", "t.json"),
-        ("--steps 99999999", "room for 1000000; use at most"),
-    ),
-    ("steps of nothing", (*A100, "--steps", "5"), ("--steps 5: goes with --output",)),
-    ("no place for files", (*A100, "-o", "/proc/trace.json"), ("--output /proc/trace.json: cannot be written",)),
-    ("no directory", (*A100, "-o", "there/trace.json"), ("--output there/trace.json", "No such file")),
-]
-
-
-@pytest.mark.parametrize(("arguments", "words"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_a_bad_input_is_one_sentence(
-    arguments: tuple[str, ...], words: tuple[str, ...], invoke: Invoke, tmp_path: Path
-) -> None:
-    (tmp_path / "words.json").write_text('["a"]')
-    result = invoke("a.yaml", *arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.startswith("flexrlhf: ") and result.stderr.count("\n") == 1
-    assert all(word in result.stderr for word in words), result.stderr
-
-
 def test_a_timeline_belongs_to_one_run(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text(yaml.safe_dump(PPO | {"name": "other"}))
     assert "--output: goes with one config, found 2" in invoke("a.yaml", "b.yaml", *A100, "-o", "x.json").stderr
