@@ -20,6 +20,7 @@ from cases import KILLED, Assets, Case
 from forked import RANK_ENVIRONMENT, warm_factory
 from killed_decoders import killed_decoders
 from safetensors.torch import load_file
+from split_here import SPLITTING_HERE
 from torch import Tensor
 
 from flexrlhf.errors import RankFailure
@@ -150,8 +151,9 @@ class Launches:
         outcomes = {case: Outcome(case, make_plan(self.assets.spec(case))) for case in cases}
         self._outcomes |= outcomes
         plans = [outcome.plan for outcome in outcomes.values()]
-        for plan in plans:
-            RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
+        with SPLITTING_HERE:
+            for plan in plans:
+                RunDirectory(plan.spec.directory).prepare(plan.spec, format_plan(plan), continues=False).close()
         # its events would bury the one line that names the failed rank
         logging.getLogger("torchelastic-events-null").disabled = True
         killed = [outcome.directory for case, outcome in outcomes.items() if case == KILLED]

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from residency_rules import least_and_most
+from split_here import SPLITTING_HERE
 
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import Spec
@@ -57,6 +58,7 @@ class RandomSpecs:
         return len(self.plans) / (len(self.plans) + self.refused.total())
 
 
+@SPLITTING_HERE
 def valid_specs(count: int, seed: int) -> RandomSpecs:
     """``count`` valid specs; the same for the same ``seed``."""
     rng = Random(seed)
