@@ -22,8 +22,8 @@ class RuleView:
     settings:  the mapping that has the settings.
     """
 
-    SOURCES: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Source of facts → the attribute of the view that has them."""
+    SOURCES: ClassVar[Mapping[str, tuple[str, type]]] = MappingProxyType({})
+    """Source of facts → the attribute of the view that has them, and its class."""
     settings: Any
 
     @classmethod
@@ -36,7 +36,10 @@ class RuleView:
         """Return the function that reads a subject of a view."""
         source, _, name = subject.partition(".")
         if cls.is_fact(subject):
-            return attrgetter(f"{cls.SOURCES[source]}.{name}")
+            attribute, kind = cls.SOURCES[source]
+            known = {*dir(kind), *(each for base in kind.__mro__ for each in getattr(base, "__annotations__", ()))}
+            assert name in known and not name.startswith("_"), f"{cls.__name__} has no {subject}"
+            return attrgetter(f"{attribute}.{name}")
         cls.default(source)
         return attrgetter(f"settings.{subject}")
 
@@ -301,7 +304,7 @@ class _Words(dict[str, object]):
         self._view = view
 
     def __missing__(self, name: str) -> object:
-        sources = {*self._view.SOURCES.values()}
+        sources = {attribute for attribute, _ in self._view.SOURCES.values()}
         return getattr(self._view, name) if name in sources else self._view.getter(name)(self._view)
 
 

@@ -10,48 +10,19 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from flexrlhf.config.axes import ParallelDims
-from flexrlhf.config.engines import EngineFacts, Split
-from flexrlhf.config.model_settings import Head, ModelSpec
+from flexrlhf.config.engines import EngineFacts
+from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.rules import RuleView
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.placed import PlacedModel
-from flexrlhf.plan.size_facts import DeviceFacts, SizeFacts
+from flexrlhf.plan.size_facts import DeviceFacts, RoleFacts, SizeFacts
 from flexrlhf.weights.decoder_sizes import Sizes
 from flexrlhf.weights.model_shape import ModelShape
 
 _PLAIN, _NO_ROLLOUT = ModelSpec(), RolloutSpec()
 ROLLOUT_PREFIX = "rollout."
 """Beginning of the names of a rollout engine's own settings among subjects."""
-
-
-@dataclass(frozen=True)
-class RoleFacts:
-    """Facts of a placed model that follow from its role.
-
-    name:     of the role.
-    trained:  whether it has an optimizer.
-    follows:  whether its weights come from another copy.
-    head:     its outputs.
-    split:    how its replicas store weights.
-    placed:   name by which a placement has it.
-    is_rollout: whether it is a rollout engine.
-    """
-
-    name: str
-    trained: bool
-    follows: bool
-    head: Head
-    split: Split
-    placed: str
-    is_rollout: bool
-
-    @classmethod
-    def of(cls, model: PlacedModel) -> Self:
-        """Return the facts of a placed model."""
-        is_rollout = model.rollout is not None
-        own = model.role, model.trained, model.follows, model.head, model.split
-        return cls(*own, model.role if is_rollout else model.name, is_rollout)
 
 
 @dataclass(frozen=True)
@@ -73,7 +44,9 @@ class ModelView(RuleView):
     model:   the placed model.
     """
 
-    SOURCES: ClassVar[Mapping[str, str]] = MappingProxyType({"engine": "facts", "role": "role"})
+    SOURCES: ClassVar[Mapping[str, tuple[str, type]]] = MappingProxyType(
+        {"engine": ("facts", EngineFacts), "role": ("role", RoleFacts)}
+    )
 
     model: PlacedModel
 
@@ -131,8 +104,8 @@ class SizedView(ModelView):
     longest:  tokens of the longest text that it reads; None: any.
     """
 
-    SOURCES: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {**ModelView.SOURCES, "sizes": "sizes", "decoder": "decoder"}
+    SOURCES: ClassVar[Mapping[str, tuple[str, type]]] = MappingProxyType(
+        {**ModelView.SOURCES, "sizes": ("sizes", SizeFacts), "decoder": ("decoder", Sizes)}
     )
 
     shape: ModelShape | None
@@ -140,7 +113,7 @@ class SizedView(ModelView):
 
     @cached_property
     def sizes(self) -> SizeFacts:
-        return SizeFacts(self.model, self.shape, self.longest)
+        return SizeFacts(self.settings, self.role, self.shape, self.longest)
 
     @property
     def decoder(self) -> Sizes:
@@ -156,7 +129,9 @@ class PlacedView(SizedView):
     run:      the run that it is a part of.
     """
 
-    SOURCES: ClassVar[Mapping[str, str]] = MappingProxyType({**SizedView.SOURCES, "devices": "devices", "run": "run"})
+    SOURCES: ClassVar[Mapping[str, tuple[str, type]]] = MappingProxyType(
+        {**SizedView.SOURCES, "devices": ("devices", DeviceFacts), "run": ("run", RunFacts)}
+    )
 
     cluster: Cluster
     run: RunFacts

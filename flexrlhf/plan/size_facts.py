@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, islice
+from typing import Self
 
+from flexrlhf.config.engines import Split
 from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import either
 from flexrlhf.memory.packed_rows import TextPacking
 from flexrlhf.placement.cluster import Cluster
@@ -32,26 +35,57 @@ UNKNOWN = Sizes(0, 0, 0, 0, 1, 0, 0, family="an unknown family")
 
 
 @dataclass(frozen=True)
-class SizeFacts:
-    """Facts of the architecture and the sizes of a placed model.
+class RoleFacts:
+    """Facts of a placed model that follow from its role.
 
-    model:    the placed model.
-    shape:    its parameters; None: unknown.
-    longest:  tokens of the longest text that it reads; None: any.
+    name:     of the role.
+    trained:  whether it has an optimizer.
+    follows:  whether its weights come from another copy.
+    head:     its outputs.
+    split:    how its replicas store weights.
+    placed:   name by which a placement has it.
+    is_rollout: whether it is a rollout engine.
     """
 
-    model: PlacedModel
-    shape: ModelShape | None
+    name: str
+    trained: bool
+    follows: bool
+    head: Head
+    split: Split
+    placed: str
+    is_rollout: bool
+
+    @classmethod
+    def of(cls, model: PlacedModel) -> Self:
+        """Return the facts of a placed model."""
+        is_rollout = model.rollout is not None
+        own = model.role, model.trained, model.follows, model.head, model.split
+        return cls(*own, model.role if is_rollout else model.name, is_rollout)
+
+
+@dataclass(frozen=True)
+class SizeFacts:
+    """Facts of the architecture and the sizes of a placed model. They have no layout, which a search chooses later.
+
+    _settings:  settings of the model.
+    _role:      facts of its role.
+    _shape:     its parameters; None: unknown.
+    longest:    tokens of the longest text that it reads; None: any.
+    """
+
+    _settings: ModelSpec
+    _role: RoleFacts
+    _shape: ModelShape | None
     longest: int | None
 
     @cached_property
     def decoder(self) -> Sizes:
-        sizes = None if self.shape is None else self.shape.sizes
+        sizes = None if self._shape is None else self._shape.sizes
         return UNKNOWN if sizes is None else sizes
 
     @property
     def are_known(self) -> bool:
-        return self.shape is not None
+        return self._shape is not None
 
     @cached_property
     def experts(self) -> int:
@@ -64,28 +98,28 @@ class SizeFacts:
 
     @property
     def cpu_head_dims_text(self) -> str:
-        return either(self.model.facts.cpu_head_dims)
+        return either(self._settings.facts.cpu_head_dims)
 
     @property
     def own_heads(self) -> int:
         """Query heads of a tensor-parallel rank."""
-        return self.decoder.heads // self.model.settings.tp
+        return self.decoder.heads // self._settings.tp
 
     @property
     def on_each(self) -> str:
         """Words that follow a size of one tensor-parallel rank, if there are several."""
-        tp = self.model.settings.tp
+        tp = self._settings.tp
         return "" if tp == 1 else f" on each of {tp} tensor-parallel ranks"
 
     @property
     def vocabulary(self) -> int:
         """Rows of the embedding, padded as the engine pads them."""
-        multiple = max(1, self.model.facts.vocabulary_multiple)
+        multiple = max(1, self._settings.facts.vocabulary_multiple)
         return -(-self.decoder.vocabulary // multiple) * multiple
 
     @property
     def padding(self) -> str:
-        facts = self.model.facts
+        facts = self._settings.facts
         return f"padded by {facts.name}" if facts.vocabulary_multiple > 1 else "not padded here"
 
     @cached_property
@@ -109,10 +143,10 @@ class SizeFacts:
     @property
     def tensor_families(self) -> tuple[str, ...]:
         """Families with a tensor-parallel plan in the model's engine."""
-        facts = self.model.facts
+        facts = self._settings.facts
         if facts.transformers_modules:
             return Families.LLAMA_LIKE + (Families.WITH_SPLIT_EXPERTS if "ep" in facts.axes else ())
-        return Families.STAGED if self.model.rollout is None else Families.SERVED + Families.LATENT
+        return Families.STAGED if not self._role.is_rollout else Families.SERVED + Families.LATENT
 
     @property
     def tensor_families_text(self) -> str:
@@ -127,22 +161,22 @@ class SizeFacts:
     @property
     def mixed_stages(self) -> int:
         """Pipeline stages with a layer with experts."""
-        return len({layer * self.model.settings.pp // self.decoder.layers for layer in self.mixed_layers})
+        return len({layer * self._settings.pp // self.decoder.layers for layer in self.mixed_layers})
 
     @cached_property
     def adapt_experts(self) -> bool:
-        return self.shape is not None and any(ParameterName(name).is_of_experts for name in self.shape.adapters)
+        return self._shape is not None and any(ParameterName(name).is_of_experts for name in self._shape.adapters)
 
     @property
     def adapted_experts(self) -> str:
         """Targets of adapters that are weights of experts."""
-        lora = self.model.settings.lora
-        targets = () if lora is None or self.shape is None else lora.targets or ()
-        return ", ".join(sorted({*targets} & {*(self.shape.expert_candidates if self.shape is not None else ())}))
+        lora = self._settings.lora
+        targets = () if lora is None or self._shape is None else lora.targets or ()
+        return ", ".join(sorted({*targets} & {*(self._shape.expert_candidates if self._shape is not None else ())}))
 
     @property
     def window(self) -> int | None:
-        return None if self.shape is None else self.shape.window
+        return None if self._shape is None else self._shape.window
 
     @property
     def slide(self) -> bool:
@@ -152,12 +186,15 @@ class SizeFacts:
     @property
     def in_slots(self) -> bool:
         """Whether rows are decoded in slots, rather than in waves; where texts have any length they may be."""
-        return self.longest is None or TextPacking.of(self.model, self.shape, self.longest).in_slots
+        if self.longest is None:
+            return True
+        of_model = self.decoder.family, self._settings.attention, self.window, self.longest
+        return TextPacking.of_family(*of_model, packs=True).in_slots
 
     @property
     def rope(self) -> str:
         """Type of rotary embeddings."""
-        return "default" if self.shape is None else self.shape.rope
+        return "default" if self._shape is None else self._shape.rope
 
     @property
     def unmapped(self) -> str:
@@ -166,15 +203,15 @@ class SizeFacts:
             return f"sliding attention, of {self.window} tokens in this model, whose texts have up to {self.longest}"
         if self.rope not in MAPPED_ROPES:
             return f"rotary embeddings of type {self.rope}, only {either(MAPPED_ROPES)}"
-        if self.shape is not None and self.shape.activation != MAPPED_ACTIVATION:
-            return f"MLPs with {self.shape.activation}, only {MAPPED_ACTIVATION}"
+        if self._shape is not None and self._shape.activation != MAPPED_ACTIVATION:
+            return f"MLPs with {self._shape.activation}, only {MAPPED_ACTIVATION}"
         return self._biases
 
     @property
     def _biases(self) -> str:
         """Biases that are not mapped, by the setting of the config; queries, keys and values of qwen2 are."""
         biases = [
-            name for name, _ in (self.shape.parameters if self.shape is not None else ()) if name.endswith(".bias")
+            name for name, _ in (self._shape.parameters if self._shape is not None else ()) if name.endswith(".bias")
         ]
         if any(".mlp." in name for name in biases):
             return "biases in MLPs (mlp_bias)"
@@ -187,24 +224,24 @@ class SizeFacts:
         """Setting of gpt-oss with another value than the one that vLLM computes with, in words."""
         if self.decoder.family not in Families.WITH_SINKS:
             return ""
-        config = read_config(self.model.role, self.model.settings)
+        config = read_config(self._role.name, self._settings)
         kinds = config.get("layer_types") or ()
         fixed = {**FIXED, "layer_types": [*islice(cycle(("sliding_attention", "full_attention")), len(kinds))]}
         found = (key for key, value in fixed.items() if config.get(key, value) not in (value, None))
         key = next(found, "")
-        return f"{key} {fixed[key]} alone, and models.{self.model.role} has {config[key]}" if key else ""
+        return f"{key} {fixed[key]} alone, and models.{self._role.name} has {config[key]}" if key else ""
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
     """Facts of a placed model's devices: each names a class that lacks something, with its first rank; empty: none.
 
-    model:    the placed model.
-    cluster:  its devices.
+    _model:    the placed model.
+    _cluster:  its devices.
     """
 
-    model: PlacedModel
-    cluster: Cluster
+    _model: PlacedModel
+    _cluster: Cluster
 
     @property
     def without_bfloat16(self) -> str:
@@ -212,7 +249,7 @@ class DeviceFacts:
 
     @property
     def without_engine(self) -> str:
-        return self._lacking(lambda figures: figures.capability < self.model.facts.least_capability)
+        return self._lacking(lambda figures: figures.capability < self._model.facts.least_capability)
 
     @property
     def without_flash(self) -> str:
@@ -225,7 +262,7 @@ class DeviceFacts:
     def _classes(self) -> tuple[tuple[str, int, DeviceClass], ...]:
         """Known device classes of the model, each with the first rank on it."""
         first: dict[str, int] = {}
-        for rank in self.model.ranks:
-            first.setdefault(self.cluster.devices[rank].device_class, rank)
+        for rank in self._model.ranks:
+            first.setdefault(self._cluster.devices[rank].device_class, rank)
         known = DeviceClass.KNOWN
         return tuple((name, rank, known[name]) for name, rank in first.items() if name in known)
