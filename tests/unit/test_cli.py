@@ -175,17 +175,6 @@ def test_a_pipe_is_no_model(invoke: Invoke, tmp_path: Path) -> None:
     assert "is a pipe or a device" in refused(invoke("plan", "a.yaml", "--set", "models.actor={path: model}"))
 
 
-def test_a_missing_model_directory_is_named_with_a_near_one_only(invoke: Invoke, tmp_path: Path) -> None:
-    for name in ("opt", "llama-small"):
-        (tmp_path / name).mkdir()
-
-    def message(name: str) -> str:
-        return refused(invoke("plan", "a.yaml", "--set", f"models.actor={{path: {tmp_path / name}}}"))
-
-    assert message("nope").endswith("has llama-small, opt")
-    assert f"(did you mean '{tmp_path / 'llama-small'}'?)" in message("lama-small")
-
-
 def test_a_dry_run_prints_the_plan_and_writes_nothing(invoke: Invoke, tmp_path: Path, tokenizer: str) -> None:
     before = files(tmp_path)
     for command in (("plan",), ("run", "--dry-run", "--set", tokenizer)):

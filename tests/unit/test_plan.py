@@ -28,14 +28,6 @@ TINY_ACTOR_PARAMETERS = 2 * 32 * 8 + 8 + 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8
 TINY_CRITIC_PARAMETERS = TINY_ACTOR_PARAMETERS - 32 * 8 + 8
 
 
-def refused(*overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
-        plan_of(None, 2, *overrides)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 # --- bytes
 
 
@@ -114,14 +106,6 @@ def test_a_written_critic_keeps_its_own_weights() -> None:
     plan = plan_of(None, 1, "models.critic.init={model_type: llama, vocab_size: 7}")
     assert plan.spec.models.critic is not None
     assert plan.spec.models.critic.init == {"model_type": "llama", "vocab_size": 7}
-
-
-def test_a_model_directory_needs_a_config(tmp_path: Path) -> None:
-    (tmp_path / "actor").mkdir()
-    assert "no config.json" in refused("models.actor.init=null", f"models.actor.path={tmp_path / 'actor'}")
-    message = refused("models.actor.init=null", f"models.actor.path={tmp_path / 'actr'}")
-    assert "no such directory" in message
-    assert f"did you mean '{tmp_path / 'actor'}'" in message
 
 
 def test_a_model_that_an_earlier_run_will_write_need_not_exist() -> None:
