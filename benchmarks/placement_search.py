@@ -17,6 +17,7 @@ from functools import cache
 from time import perf_counter
 
 from benchmarks.fast_walk import overlaps_of, play
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.relations import Relation, mesh_relation
@@ -93,7 +94,7 @@ class Model:
         engine = "vllm" if kind == "generate" else "megatron"
         width = PROMPT + RESPONSE
         call = Call(kind, self.shape, engine, rows, PROMPT, (RESPONSE,), width, micro_rows=micro, decode_rows=micro)
-        mesh = Mesh(DEVICE, LINKS, dp, tp, pp, shape.per_node, settings.zero)
+        mesh = Mesh(DEVICE, LINKS, dp, ParallelDims(tp, pp), shape.per_node, settings.zero)
         return AnalyticCosts().call(call, mesh).seconds
 
 

@@ -16,6 +16,7 @@ from statistics import mean, median
 
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
 from benchmarks.systems.engines import DECODERS
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Transformer
 from flexrlhf.guideline.costs.generation import generate_cost, prefill_cost, step_cost
 from flexrlhf.guideline.costs.profiles import DecodeProfile
@@ -110,7 +111,7 @@ class GenerationCase:
     def roofline(self) -> float:
         """Return the larger of arithmetic and memory traffic at their peaks, for the prompts and for every step."""
         call, mesh = self.call, self.mesh
-        peak = mesh.tp * mesh.device.tflops * 1e12
+        peak = mesh.dims.tp * mesh.device.tflops * 1e12
         if self.goal == "prefill":
             return max(self.flops / peak, self._read(0, 0))
         if self.rows:
@@ -123,7 +124,7 @@ class GenerationCase:
     def _read(self, rows: float, context: float) -> float:
         call, mesh = self.call, self.mesh
         size = call.item * call.model.parameters + rows * context * call.model.kv_bytes(call.cache_item)
-        return size / (mesh.tp * mesh.device.memory_gb_s * 1e9)
+        return size / (mesh.dims.tp * mesh.device.memory_gb_s * 1e9)
 
 
 def predictions(directory: Path, profiles: Mapping[str, DecodeProfile] = DECODERS) -> list[Prediction]:
@@ -257,7 +258,7 @@ def _mesh(row: Row, device: DeviceClass) -> Mesh:
     tp = 1 if stages else int(_number(row["tp"]) or gpus)
     pp = gpus if stages else int(_number(row["pp"]) or 1)
     links = Links(device.link_gb_s, device.node_gb_s)
-    return Mesh(device, links, tp=tp, pp=pp, per_node=min(8, gpus))
+    return Mesh(device, links, dims=ParallelDims(tp, pp), per_node=min(8, gpus))
 
 
 def _sized(row: Row, call: Call, mesh: Mesh) -> Call:
@@ -283,10 +284,10 @@ def _sized(row: Row, call: Call, mesh: Mesh) -> Call:
 def _fitting(call: Call, mesh: Mesh) -> int:
     """Return the rows whose keys and values fit next to the weights; boards with HBM have as many GiB as they are sold
     with GB."""
-    weights = call.item * call.model.parameters / mesh.tp
+    weights = call.item * call.model.parameters / mesh.dims.tp
     unit = 2**30 if mesh.device.memory_gb_s >= LEAST_HBM_GB_S else 1e9
     free = FREE_SHARE * mesh.device.memory_gb * unit - weights - FIXED_GB * 1e9
-    row = call.model.kv_bytes(call.cache_item) / min(mesh.tp, call.model.kv_heads)
+    row = call.model.kv_bytes(call.cache_item) / min(mesh.dims.tp, call.model.kv_heads)
     row *= call.prompt + call.mean_response
     return max(1, int(free / row))
 

@@ -172,7 +172,7 @@ def naive_call(placed: SystemCall, devices: int) -> tuple[float, float]:
         rounds = -(-call.rows // call.decode_rows)
         weights = rounds * call.longest_response * 2 * call.model.parameters
         cache = call.rows * call.mean_response * call.model.kv_bytes() * (call.prompt + call.mean_response / 2)
-        roofline = max(roofline, (weights + cache) / (mesh.tp * mesh.pp) / bandwidth)
+        roofline = max(roofline, (weights + cache) / (mesh.dims.tp * mesh.dims.pp) / bandwidth)
     return flops / devices / peak / NAIVE_MFU, roofline
 
 

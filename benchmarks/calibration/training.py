@@ -17,6 +17,7 @@ from benchmarks.calibration.command import command
 from benchmarks.calibration.descent import descend, mean_and_square
 from benchmarks.calibration.rows import Prediction, Row, device_of, read_models, read_rows
 from benchmarks.systems.engines import PROFILES
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Recompute, Transformer
 from flexrlhf.guideline.costs.profiles import EngineProfile
 from flexrlhf.guideline.costs.training import train_cost
@@ -115,7 +116,7 @@ class TrainingCase:
     def ideal(self) -> float:
         """Time of its operations at the device's peak in seconds, without recomputation."""
         operations = _operations(self.call, 3) * self.call.rows * self.call.width
-        return operations / (self.mesh.tp * self.mesh.pp * self.mesh.device.tflops * 1e12)
+        return operations / (self.mesh.dims.tp * self.mesh.dims.pp * self.mesh.device.tflops * 1e12)
 
 
 def predictions(directory: Path) -> list[Prediction]:
@@ -261,8 +262,7 @@ def _mesh(row: Row, model: Transformer, device: DeviceClass) -> Mesh:
         device=device,
         links=Links(device.link_gb_s, device.node_gb_s),
         dp=max(1, size // (tp * pp)),
-        tp=tp,
-        pp=pp,
+        dims=ParallelDims(tp, pp),
         per_node=min(int(row["gpus_per_node"] or 8), size),
         zero=_zero(row),
     )
@@ -311,7 +311,7 @@ def _rows(row: Row, mesh: Mesh, micro_rows: int) -> int:
         return micro_rows * int(row["n_microbatch"])
     if row["global_batch"]:
         return max(1, int(row["global_batch"]) // mesh.dp)
-    return micro_rows * (_PIPELINE_FILL * mesh.pp if mesh.pp > 1 else 1)
+    return micro_rows * (_PIPELINE_FILL * mesh.dims.pp if mesh.dims.pp > 1 else 1)
 
 
 def _engine(row: Row) -> str:

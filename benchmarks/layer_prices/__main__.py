@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.layer_prices.rank import MeasuredCall
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.cost_model import Call, Links, MeanPass, Mesh
@@ -68,7 +69,7 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(DEVICE, LINKS, RANKS // (self.tp * self.pp), self.tp, self.pp, per_node=RANKS)
+        return Mesh(DEVICE, LINKS, RANKS // (self.tp * self.pp), ParallelDims(self.tp, self.pp), per_node=RANKS)
 
     def spec(self, plan: Plan, lengths: LengthSample) -> Spec:
         """Return the run on this layout, with random weights."""

@@ -103,10 +103,10 @@ def _generate_seconds(placed: SystemCall, costs: CostModel) -> float:
     """Return the time of a generation in seconds. A pipeline passes every token through all its stages: its
     micro-batches fill them, each as slow as on a mesh without stages (``pp`` saves memory, no time)."""
     mesh, call = placed.mesh, placed.call
-    rows = max(1, -(-call.rows // (placed.portions * mesh.pp)))
-    whole = replace(call, rows=rows, decode_rows=max(1, min(rows, call.decode_rows // mesh.pp)))
+    rows = max(1, -(-call.rows // (placed.portions * mesh.dims.pp)))
+    whole = replace(call, rows=rows, decode_rows=max(1, min(rows, call.decode_rows // mesh.dims.pp)))
     once = gather_seconds(placed.gathered, mesh.size, mesh.per_node, mesh.links) if placed.gathered else 0.0
-    return once + placed.portions * costs.call(whole, replace(mesh, pp=1)).seconds
+    return once + placed.portions * costs.call(whole, replace(mesh, dims=mesh.dims._replace(pp=1))).seconds
 
 
 def transition_seconds(
@@ -125,7 +125,7 @@ def transition_seconds(
         return 0.0
     lacking = _node_share(generate) - (0.0 if apart else _node_share(trained))
     several = workload.devices > workload.per_node
-    part = int(2 * model.parameters / generate.tp)
+    part = int(2 * model.parameters / generate.dims.tp)
     across = int(2 * model.parameters * max(0.0, lacking)) if several else 0
     senders = 1 if apart and system.gathers == "own copy" else workload.per_node
     links, num_tensors = workload.links.of_ports(senders), model.layers * 7 + 3
@@ -134,10 +134,10 @@ def transition_seconds(
 
 
 def _shards(mesh: Mesh) -> tuple[int, int, int]:
-    return mesh.tp, mesh.pp, mesh.dp if mesh.zero == 3 else 1
+    return mesh.dims.tp, mesh.dims.pp, mesh.dp if mesh.zero == 3 else 1
 
 
 def _node_share(mesh: Mesh) -> float:
     """Return the fraction of the weights that the devices of a node have together."""
-    shards = mesh.tp * mesh.pp * (mesh.dp if mesh.zero == 3 else 1)
-    return MeshSide(mesh.size, mesh.per_node, mesh.dp, mesh.tp, shards=shards, pp=mesh.pp).node_share
+    shards = mesh.dims.tp * mesh.dims.pp * (mesh.dp if mesh.zero == 3 else 1)
+    return MeshSide(mesh.size, mesh.per_node, mesh.dp, mesh.dims, shards=shards).node_share

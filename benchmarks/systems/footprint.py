@@ -7,6 +7,7 @@ rank; here a model is a ``Transformer`` and its split a ``Mesh``.
 from __future__ import annotations
 
 from benchmarks.systems.engines import PROFILES
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.guideline.costs.cost_model import Call, Mesh, Transformer
 from flexrlhf.guideline.costs.training import layer_products
@@ -54,18 +55,20 @@ def capacity_bytes(device: DeviceClass) -> float:
 
 
 def blocks_of(model: Transformer, item: int, tp: int) -> Blocks:
-    return Blocks(Sizes(**model.by_name, family="llama"), item, tp, LoraSpec() if model.adapters else None)
+    return Blocks(
+        Sizes(**model.by_name, family="llama"), item, ParallelDims(tp), LoraSpec() if model.adapters else None
+    )
 
 
 def frozen_bytes(model: Transformer, mesh: Mesh, item: int = 2) -> float:
     """Return the bytes of weights that are only read."""
-    return item * model.parameters / (mesh.tp * mesh.pp) / (mesh.dp if mesh.zero == 3 else 1)
+    return item * model.parameters / (mesh.dims.tp * mesh.dims.pp) / (mesh.dp if mesh.zero == 3 else 1)
 
 
 def trained_bytes(model: Transformer, mesh: Mesh, per: PerParameter, offload: bool = False) -> float:
     """Return the bytes of weights, gradients and optimizer of a trained model. ``offload``: gradients and optimizer are
     in host memory."""
-    shards, (split, *_) = mesh.tp * mesh.pp, per.zero_split(mesh.zero, mesh.dp)
+    shards, (split, *_) = mesh.dims.tp * mesh.dims.pp, per.zero_split(mesh.zero, mesh.dp)
     trained = PerParameter(per.weights, 0, 0) if offload else per
     frozen = (model.parameters - model.trained_parameters) / shards
     return trained.on_rank(model.trained_parameters / shards, mesh.zero, mesh.dp) + per.weights * frozen / split
@@ -82,7 +85,7 @@ def pass_bytes(call: Call, mesh: Mesh, rows: int) -> float:
     model, train = call.model, call.kind == "train"
     logits = 0.0
     if model.head == "causal":
-        logits = rows * call.width * model.vocabulary / mesh.tp * (LOGIT_BYTES if train else READ_LOGIT_BYTES)
+        logits = rows * call.width * model.vocabulary / mesh.dims.tp * (LOGIT_BYTES if train else READ_LOGIT_BYTES)
     return _activation_bytes(call, mesh, rows) + logits + gathered_bytes(model, mesh)
 
 
@@ -90,15 +93,15 @@ def _activation_bytes(call: Call, mesh: Mesh, rows: int) -> float:
     """Return the bytes of activations. Fused attention keeps neither mask nor scores, so a row of n tokens takes as
     much as n rows of one. A pipeline's first stage has a micro-batch in flight for every stage, each with its part of
     the layers: as many as a mesh without stages."""
-    blocks, tokens = blocks_of(call.model, call.item, mesh.tp), round(rows * call.width)
+    blocks, tokens = blocks_of(call.model, call.item, mesh.dims.tp), round(rows * call.width)
     if call.kind != "train":
         return blocks.forward_bytes(tokens, 1)
     kept: float = blocks.train_bytes(tokens, 1, call.recompute != "none")
     if call.recompute == "selective":
-        kept += tokens * call.item * call.model.layers * selected_numbers(call.model) / mesh.tp
+        kept += tokens * call.item * call.model.layers * selected_numbers(call.model) / mesh.dims.tp
     if PROFILES[call.engine].attention < UNFUSED:
         layers = 1 if call.recompute == "full" else call.model.layers
-        kept += SCORE_BYTES * layers * call.model.heads / mesh.tp * tokens * call.width
+        kept += SCORE_BYTES * layers * call.model.heads / mesh.dims.tp * tokens * call.width
     return kept
 
 
@@ -113,14 +116,14 @@ def gathered_bytes(model: Transformer, mesh: Mesh, item: int = 2) -> float:
     """Return the bytes of other ranks' weights that ZeRO-3 keeps gathered during a pass."""
     if mesh.zero != 3 or mesh.dp == 1:
         return 0.0
-    return item * min(model.parameters, LIVE_ELEMENTS + 2 * model.layer_parameters) / (mesh.tp * mesh.pp)
+    return item * min(model.parameters, LIVE_ELEMENTS + 2 * model.layer_parameters) / (mesh.dims.tp * mesh.dims.pp)
 
 
 def decode_bytes(call: Call, mesh: Mesh, rows: int) -> float:
     """Return the bytes of keys, values and logits of ``rows`` that a replica decodes together."""
     model = call.model
     tokens = rows * (call.prompt + call.longest_response)
-    cache = model.kv_bytes(call.item) * tokens / (min(mesh.tp, model.kv_heads) * mesh.pp)
+    cache = model.kv_bytes(call.item) * tokens / (min(mesh.dims.tp, model.kv_heads) * mesh.dims.pp)
     return cache + rows * model.vocabulary * 6
 
 

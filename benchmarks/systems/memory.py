@@ -106,7 +106,7 @@ def sized(
     share = max(1, call.rows // call.updates)
     usual = max(1, int(system.micro_tokens / call.width)) if system.micro_tokens else most
     together = min(share, workload.micro_rows or usual)
-    rows = min(most, max(1, -(-together // placed.mesh.pp) if placed.mesh.pp > 1 else together))
+    rows = min(most, max(1, -(-together // placed.mesh.dims.pp) if placed.mesh.dims.pp > 1 else together))
     return replace(placed, call=replace(call, micro_rows=rows))
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from benchmarks.systems.footprint import PER_PARAMETER, capacity_bytes, frozen_bytes, trained_bytes
 from benchmarks.systems.profiles import MeshRule, System
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, ROLLOUT, SystemPlacement, Workload
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.guideline.costs.cost_model import Mesh, Transformer
 
 
 def mesh_of(workload: Workload, size: int, tp: int = 1, pp: int = 1, zero: int = 0) -> Mesh:
     dp = max(1, size // (tp * pp))
-    return Mesh(workload.device, workload.links, dp, tp, pp, min(size, workload.per_node), zero)
+    return Mesh(workload.device, workload.links, dp, ParallelDims(tp, pp), min(size, workload.per_node), zero)
 
 
 def _powers(limit: int) -> tuple[int, ...]:
@@ -120,7 +121,7 @@ def _generation_meshes(
     elif system.gathers == "tensor parallel":
         yield mesh_of(workload, size, max(_powers(min(size, workload.per_node))) if actor.zero == 3 else 1)
     elif system.layout == "symmetric":
-        yield replace(mesh_of(workload, size, actor.tp, actor.pp), zero=0)
+        yield replace(mesh_of(workload, size, actor.dims.tp, actor.dims.pp), zero=0)
     else:
         widths = (workload.generate_tp,) if workload.generate_tp else _powers(min(size, workload.per_node))
         yield from (mesh_of(workload, size, tp) for tp in widths)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.systems.footprint import FLOAT_GRADIENTS, decode_bytes, frozen_bytes, pass_bytes, trained_bytes
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.guideline.costs.cost_model import Call, CostModel, Links, Mesh, Transformer
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.relations import Relation
@@ -115,10 +116,10 @@ class PerCallSpace:
         dp = shape.size // (tp * pp)
         zero = 1 if call.kind == "train" else 0
         links = Links(device.link_gb_s, device.node_gb_s)
-        mesh = Mesh(device, links, dp, tp, pp, shape.per_node, zero)
+        mesh = Mesh(device, links, dp, ParallelDims(tp, pp), shape.per_node, zero)
         priced = self._call(call, -(-self.rows // dp), rows)
         resting, active = self._bytes(priced, mesh, rows)
-        side = MeshSide(shape.size, shape.per_node, dp, tp * pp, shards=tp * pp)
+        side = MeshSide(shape.size, shape.per_node, dp, ParallelDims(tp * pp), shards=tp * pp)
         return Option((self.costs.call(priced, mesh).seconds,), resting, active, side, (dp, tp, pp, rows))
 
     def _call(self, call: PpoCall, rows: int, together: int) -> Call:
@@ -148,12 +149,14 @@ class PerCallSpace:
         if relation == "same" and first == second:
             return 0.0
         whole = 2 * self.models[role].parameters
-        part = whole // second.tp
+        part = whole // second.dims.tp
         kinds = [self.devices[kind] for end in (source, to) for kind in end.shape.kinds]
         links = Links(min(kind.link_gb_s for kind in kinds), min(kind.node_gb_s for kind in kinds))
         # layouts differ, so weights move even if devices are the same
         moved: Relation = "overlapping" if relation == "same" else relation
         # the source's ranks first gather all weights, as ours gather ZeRO's shards of adapters
-        between = ModelLink(replace(first, tp=1), second, moved, links, len(self.pool.nodes) > 1)
+        between = ModelLink(
+            replace(first, dims=first.dims._replace(tp=1)), second, moved, links, len(self.pool.nodes) > 1
+        )
         weights = SyncWeights(part, whole, -(-whole // int(BUCKET_BYTES)), 12 * self.models[role].layers)
         return between.sync_cost(self.costs, weights).seconds

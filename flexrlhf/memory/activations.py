@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.memory.attention_bytes import AttentionBytes
 from flexrlhf.weights.decoder_sizes import LatentSizes, Sizes
@@ -68,47 +69,42 @@ class Blocks:
     """Layers of one model on one tensor-parallel rank of a pipeline stage.
 
     item:      bytes of a number.
+    dims:      ranks that share the model along each axis.
     lora:      low-rank adapters of linear layers.
     fused:     whether query, key and value are one linear layer, gate and up another, as Megatron-Core has them.
     sharers:   ranks that share the hidden states between layers (sequence parallelism).
-    pp:        pipeline stages.
     stage:     number of the stage.
     tiled:     whether MLPs are computed in tiles, and again in the backward pass.
     offloads:  whether the inputs of checkpointed layers are in host memory until the backward pass.
-    ep:        ranks that share the experts; tokens travel between them.
     expert_tp: of the tensor-parallel ranks those that each compute their own experts' tokens alone.
-    cp:        context-parallel ranks, each of which computes a part of the tokens of a row.
-    is_ring:   whether keys and values travel around these.
+    is_ring:   whether keys and values travel around the context-parallel ranks.
     """
 
     sizes: Sizes
     item: int
-    tp: int = 1
+    dims: ParallelDims = ParallelDims()
     lora: LoraSpec | None = None
     fused: bool = False
     sharers: int = 1
-    pp: int = 1
     stage: int = 0
     tiled: bool = False
     offloads: bool = False
-    ep: int = 1
     expert_tp: int = 1
-    cp: int = 1
     is_ring: bool = False
 
     def __hash__(self) -> int:
         # of a few fields: they are keys of tables
-        return hash((self.tp, self.pp, self.stage, self.tiled, self.offloads, self.cp, self.ep))
+        return hash((self.dims, self.stage, self.tiled, self.offloads))
 
     @property
     def layers(self) -> int:
         """Layers of the stage."""
-        return self.sizes.layers // self.pp
+        return self.sizes.layers // self.dims.pp
 
     @property
     def is_last(self) -> bool:
         """Whether the stage has the last norm and the head."""
-        return self.stage == self.pp - 1
+        return self.stage == self.dims.pp - 1
 
     @property
     def _adapted(self) -> tuple[str, ...]:
@@ -138,7 +134,7 @@ class Blocks:
             (("gate_proj", "up_proj"), 2 * self.sizes.ffn),
         )
         entries = sum(outputs * len({*names} & {*self._adapted}) for names, outputs in groups)
-        return self.item * self.lora.rank * entries // self.tp
+        return self.item * self.lora.rank * entries // self.dims.tp
 
     @property
     def _query(self) -> int:
@@ -146,14 +142,14 @@ class Blocks:
 
     @property
     def _key(self) -> int:
-        return max(self.sizes.kv_heads, self.tp) * self.sizes.head_dim
+        return max(self.sizes.kv_heads, self.dims.tp) * self.sizes.head_dim
 
     def saved_by_layer(self, width: int, masks: bool = True, largest: bool = False) -> int:
         """Return the bytes per token that autograd keeps of one layer, for rows of ``width`` tokens under a mask; of an
         MLP in tiles its input alone, which is a norm's output. Where some layers have experts it is the mean over all,
         or the ``largest``.
         """
-        sizes, item, tp = self.sizes, self.item, self.tp
+        sizes, item, tp = self.sizes, self.item, self.dims.tp
         norms = 2 * (self._norm + 4) // self.sharers
         query, key = self._query, self._key
         if sizes.latent is not None:
@@ -194,7 +190,7 @@ class Blocks:
     def _saved_by_mlp(self, largest: bool) -> int:
         """Return the bytes per token that autograd keeps of the MLP of a layer, or of its router and experts."""
         sizes, experts = self.sizes, self.sizes.experts
-        dense = (4 + self.fused) * self.item * sizes.ffn // self.tp
+        dense = (4 + self.fused) * self.item * sizes.ffn // self.dims.tp
         if experts is None:
             return dense
         # frozen matrices need neither of their inputs, which adapters of theirs do
@@ -204,7 +200,7 @@ class Blocks:
         narrow = 0 if self.lora is None else self.lora.rank * len(adapted)
         inside = self.item * experts.active * (hidden + of_routed * experts.ffn + narrow)
         routed = self._on_fullest(inside, is_kept=True)
-        shared = self.item * (features * experts.shared // self.tp + sizes.hidden + 1) if experts.shared else 0
+        shared = self.item * (features * experts.shared // self.dims.tp + sizes.hidden + 1) if experts.shared else 0
         sparse = routed + shared + 4 * experts.number + CHOICE_BYTES * (1 + experts.active)
         if largest:
             return max(sparse, dense if experts.dense else 0)
@@ -221,7 +217,7 @@ class Blocks:
 
         An adapter's output exists in addition to that of its linear layer.
         """
-        sizes, item, tp = self.sizes, self.item, self.tp
+        sizes, item, tp = self.sizes, self.item, self.dims.tp
         features = (3 + (self.lora is not None) + 2 * self.fused) * sizes.ffn // tp
         mlp = item * (features * self._mlp_tokens(tokens) + 4 * sizes.hidden * tokens)
         mlp = max(mlp if self._has_dense else 0, tokens * (self._expert_features + 4 * item * sizes.hidden))
@@ -261,20 +257,20 @@ class Blocks:
     @property
     def _by_lengths(self) -> AttentionBytes:
         """Attention by lengths on this rank."""
-        sizes, tp = self.sizes, self.tp
+        sizes, tp = self.sizes, self.dims.tp
         heads, kv_heads = sizes.heads // tp, max(1, sizes.kv_heads // tp)
-        return AttentionBytes(heads, kv_heads, sizes.head_dim, self.item, self.cp, self.is_ring)
+        return AttentionBytes(heads, kv_heads, sizes.head_dim, self.item, self.dims.cp, self.is_ring)
 
     @property
     def _attended(self) -> int:
         """Bytes per token inside attention by lengths, and of hidden states; a fused layer has its output, too."""
-        fused = (2 * self._query + self._key) // self.tp if self.fused else 0
+        fused = (2 * self._query + self._key) // self.dims.tp if self.fused else 0
         return self._by_lengths.forward + self.item * (fused + 4 * self.sizes.hidden)
 
     @property
     def _places(self) -> int:
-        """Bytes per token of the places of sequences, which each context-parallel rank has of whole rows."""
-        return PLACE_BYTES * self.cp
+        """Bytes per token of the places of sequences, which each rank with a part of the rows has of all of them."""
+        return PLACE_BYTES * self.dims.row_parts
 
     def train_bytes(
         self,
@@ -322,7 +318,7 @@ class Blocks:
         """Return the bytes of hidden states between stages: received and sent ones of all micro-batches in flight, and
         gradients of both of one; without gradients ``in_flight`` is 0.
         """
-        if self.pp == 1:
+        if self.dims.pp == 1:
             return 0
         hidden = self.item * self.sizes.hidden // self.sharers
         return hidden * (2 * in_flight + 2 * tokens) + OUTPUT_BYTES * tokens
@@ -344,8 +340,8 @@ class Blocks:
         lengths repeats keys, values and their gradients, when activations of the MLP exist no more.
         """
         ffn = self.sizes.ffn if self._has_dense else 0
-        widest = self.item * max(ffn * (1 + self.fused), self._query) // self.tp
-        freed = self._saved_by_mlp(largest=True) if self.sizes.experts else 4 * self.item * ffn // self.tp
+        widest = self.item * max(ffn * (1 + self.fused), self._query) // self.dims.tp
+        freed = self._saved_by_mlp(largest=True) if self.sizes.experts else 4 * self.item * ffn // self.dims.tp
         attended = 0 if masks else self._by_lengths.gradients - freed
         outside = 2 * widest if self.item == 4 else widest + 12 * self.sizes.hidden
         of_experts = self._expert_gradients() + (0 if self.item == 4 else 8 * self.sizes.hidden)
@@ -366,7 +362,7 @@ class Blocks:
         """Return the bytes of ``routed`` tokens, which a token has at each of its experts, on the fullest of several
         ranks, and of its outputs as they are back; ``is_kept``: of its rank's own ones alone."""
         experts = self.sizes.experts
-        if self.ep * self.expert_tp * self.sharers == 1 or experts is None:
+        if self.dims.expert_parts * self.expert_tp * self.sharers == 1 or experts is None:
             return routed
         if self.sharers > 1:  # any of them may get the tokens of all; own ones are sent and come back
             return routed + 2 * self.item * experts.active * self.sizes.hidden
@@ -380,9 +376,9 @@ class Blocks:
 
     def _recomputed(self, tokens: int, width: int, masks: bool) -> int:
         """Return the bytes of the backward pass itself where a layer is computed again."""
-        mlp = self.item * self.sizes.ffn // self.tp
+        mlp = self.item * self.sizes.ffn // self.dims.tp
         if self.fused:
-            widest = self.item * max(2 * self.sizes.ffn * self._has_dense, self._query) // self.tp
+            widest = self.item * max(2 * self.sizes.ffn * self._has_dense, self._query) // self.dims.tp
             attended = 0 if masks else self._by_lengths.gradients - 4 * mlp * self._has_dense
             inside = max(2 * widest, attended, self._expert_gradients(again=True))
             return tokens * (inside + self.item * width + self._copied)
@@ -400,7 +396,7 @@ class Blocks:
         """Return the bytes of the backward pass of a layer with its MLP in tiles: of a tile what autograd keeps and its
         gradients, and the gradient of the MLP's input; or those behind the MLP.
         """
-        tile = 7 * self.item * self.sizes.ffn // self.tp * self._mlp_tokens(tokens)
+        tile = 7 * self.item * self.sizes.ffn // self.dims.tp * self._mlp_tokens(tokens)
         return max(tile + self.item * self.sizes.hidden * tokens, self._behind_mlp(tokens, masks))
 
     def _behind_mlp(self, tokens: int, masks: bool) -> int:
@@ -409,7 +405,7 @@ class Blocks:
         """
         item, hidden = self.item, self.sizes.hidden
         norm = (8 if item == 4 else 16) * hidden
-        gradients = 4 * item * self._query // self.tp if masks else self._by_lengths.gradients
+        gradients = 4 * item * self._query // self.dims.tp if masks else self._by_lengths.gradients
         return tokens * max(norm, gradients - (4 + 2 * item) * hidden)
 
     def _mlp_tokens(self, tokens: int) -> int:
@@ -418,7 +414,7 @@ class Blocks:
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes per token of keys and values of all layers of a stage."""
-        return self.layers * self.sizes.cached_features * self.item // self.sizes.cache_parts(self.tp)
+        return self.layers * self.sizes.cached_features * self.item // self.sizes.cache_parts(self.dims.tp)
 
     def decode_bytes(
         self, rows: int, prompt: int, response: int, read: int | None, graphs: bool = False, keeps: bool = False
@@ -438,12 +434,12 @@ class Blocks:
             repeated = 2 * self._query if self.sizes.kv_heads < self.sizes.heads else self._key
             if self.sizes.latent is not None:  # keys and values of all heads, made from latents, and keys once more
                 repeated = self._query + self.sizes.heads * self.sizes.latent.expanded
-            attended = rows * width * self.item * repeated // self.tp
+            attended = rows * width * self.item * repeated // self.dims.tp
         else:
             prefill = self.forward_bytes(min(rows * prompt, max(read, prompt)), 0) + 16 * rows * prompt
             # ids of prompts; the mask; keys of a prompt that are copied to other slots, or of rows that move
             attended = rows * width * (self.item + 1)
-            prefill = max(prefill, rows * prompt * self.item * self._key // self.tp)
+            prefill = max(prefill, rows * prompt * self.item * self._key // self.dims.tp)
             if keeps:
                 prefill = max(prefill, self._continued_bytes(rows, width, read))
         activations = max(prefill, attended + self.forward_bytes(rows, 1))
@@ -465,7 +461,7 @@ class Blocks:
         """
         sizes, tokens = self.sizes, min(rows * width, max(min(read, 1 + read**2 // width), width))
         repeated = 2 * self._query if sizes.kv_heads < sizes.heads else 0
-        attended = self.kv_bytes_per_token() // self.layers + self.item * repeated // self.tp
+        attended = self.kv_bytes_per_token() // self.layers + self.item * repeated // self.dims.tp
         mask = tokens * width
         return max(mask * (1 + self.item), mask * self.item + rows * width * attended + self.forward_bytes(tokens, 0))
 
@@ -483,7 +479,7 @@ class Blocks:
 
         A chunk has at least one row of the vocabulary.
         """
-        rows = 4 * self.sizes.vocabulary // self.tp
+        rows = 4 * self.sizes.vocabulary // self.dims.tp
         chunk = min(max(chunk_bytes, rows), tokens * rows)
         hidden = (4 + 2 * self.item if train else self.item) * self.sizes.hidden
         return 2 * chunk + tokens * hidden

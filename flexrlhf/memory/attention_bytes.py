@@ -20,7 +20,7 @@ class AttentionBytes:
     kv_heads:  heads of keys and values.
     head_dim:  features of a head.
     item:      bytes of a number.
-    cp:        context-parallel ranks.
+    parts:     ranks that each have a part of the tokens of a row.
     is_ring:   whether keys and values travel around these, else heads are exchanged for tokens.
     """
 
@@ -28,7 +28,7 @@ class AttentionBytes:
     kv_heads: int
     head_dim: int
     item: int
-    cp: int = 1
+    parts: int = 1
     is_ring: bool = False
 
     @property
@@ -61,12 +61,12 @@ class AttentionBytes:
         if not self.is_ring:
             return self.item * (5 * self._query + 2 * self._exchanged_key)
         # keys and values of this step and the next; gradients of this step, that leave, and that arrive
-        travelling = self.item * (2 + 2 * (self.cp > 2)) * self._key + 3 * 4 * 2 * self._key
+        travelling = self.item * (2 + 2 * (self.parts > 2)) * self._key + 3 * 4 * 2 * self._key
         return travelling + 4 * self._query + self.item * (7 * self._query // 2 + 2 * self._key)
 
     @property
     def _is_ulysses(self) -> bool:
-        return self.cp > 1 and not self.is_ring
+        return self.parts > 1 and not self.is_ring
 
     @property
     def _query(self) -> int:
@@ -78,5 +78,5 @@ class AttentionBytes:
 
     @property
     def _exchanged_key(self) -> int:
-        heads = lcm(self.kv_heads, self.cp) if self._is_ulysses else self.kv_heads
+        heads = lcm(self.kv_heads, self.parts) if self._is_ulysses else self.kv_heads
         return heads * self.head_dim

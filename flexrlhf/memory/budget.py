@@ -353,7 +353,7 @@ class Sizing:
         """Return the bytes of activations in host memory, none of a model whose sizes are unknown."""
         if shape.sizes is None or not model.settings.offload_activations:
             return 0
-        size = self.pass_size(model, work).of_part(model.layout.dims.cp)
+        size = self.pass_size(model, work).of_part(model.layout.dims.row_parts)
         return layers_on_rank(model, shape.sizes, rank).host_bytes(size.tokens)
 
     def pass_size(self, model: PlacedModel, work: Compute) -> PassSize:
@@ -379,7 +379,7 @@ class Sizing:
         settings, texts = model.with_passes(work.tokens).settings, self.texts_of(model.role)
         blocks = layers_on_rank(model, shape.sizes, rank)
         if work.kind == "generate":
-            rows = texts.rows_decoded(model, work.rows and -(-work.rows // model.layout.dims.cp))
+            rows = texts.rows_decoded(model, work.rows and -(-work.rows // model.layout.dims.row_parts))
             if not model.has_cache:
                 in_slots = self.slots and TextPacking.of(model, shape, texts.width).in_slots
                 read = settings.micro_batch_tokens if in_slots else None
@@ -394,7 +394,7 @@ class Sizing:
             # a stage of vLLM keeps a place for hidden states that it receives
             received = {"between stages": blocks.received_bytes(most)} if blocks.stage else {}
             return {**blocks.paged_decode_bytes(rows, step), **received}
-        size, train = self.pass_size(model, work).of_part(model.layout.dims.cp), work.kind == "train"
+        size, train = self.pass_size(model, work).of_part(model.layout.dims.row_parts), work.kind == "train"
         recompute, chunk = settings.activation_checkpointing, 4 * settings.logits_at_a_time
         return _passes_parts(blocks, size, train, work.texts, model.head, recompute, chunk)
 
@@ -448,7 +448,7 @@ def _passes_parts(
     chunk:      bytes of the logits that our heads compute at a time.
     """
     # a stage begins as many micro-batches as there are stages from it on before the first one returns
-    in_flight = size.in_flight(blocks.pp - blocks.stage, texts)
+    in_flight = size.in_flight(blocks.dims.pp - blocks.stage, texts)
     between = blocks.stage_bytes(size.tokens, in_flight if train else 0)
     stages: dict[str, int | None] = {"between stages": between} if between else {}
     logits = 0
@@ -483,16 +483,13 @@ def layers_on_rank(model: PlacedModel, sizes: Sizes, rank: int) -> Blocks:
     return Blocks(
         sizes,
         model.item_bytes,
-        settings.tp,
+        layout.dims,
         settings.lora,
         fused=model.facts.fused_layers,
         sharers=settings.tp if model.facts.sequence_parallel else 1,
-        pp=layout.dims.pp,
         stage=layout.index("pp", rank),
         tiled=settings.tiled_mlp,
         offloads=settings.offload_activations,
-        ep=layout.dims.ep,
         expert_tp=settings.tp if "ep" in model.facts.axes else 1,
-        cp=layout.dims.cp,
         is_ring=layout.dims.cp > 1 and settings.is_ring(sizes.heads),
     )

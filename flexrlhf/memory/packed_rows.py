@@ -296,12 +296,12 @@ class PassSize:
         sizes = max(self.tokens, other.tokens), max(self.width, other.width), max(self.responses, other.responses)
         return PassSize(*sizes, self.packed, self.masks, total)
 
-    def of_part(self, cp: int) -> PassSize:
-        """Return the size on one of ``cp`` ranks that share the tokens of every row."""
-        if cp == 1:
+    def of_part(self, parts: int) -> PassSize:
+        """Return the size on one of so many ranks that each have a part of the tokens of every row."""
+        if parts == 1:
             return self
-        tokens = -(-self.tokens // cp)
-        total = None if self.total is None else -(-self.total // cp)
+        tokens = -(-self.tokens // parts)
+        total = None if self.total is None else -(-self.total // parts)
         return replace(self, tokens=tokens, responses=min(self.responses, tokens), total=total)
 
 

@@ -134,8 +134,7 @@ def kv_cache_bytes(model: PlacedModel, shape: ModelShape) -> int:
     """
     assert shape.sizes is not None, "planning refuses a rollout engine for families without known sizes"
     settings, block = model.settings, model.facts.cache_block
-    blocks_of_stage = Blocks(shape.sizes, settings.item_bytes, settings.tp, pp=settings.pp)
-    per_token = blocks_of_stage.kv_bytes_per_token()
+    per_token = Blocks(shape.sizes, settings.item_bytes, settings.dims).kv_bytes_per_token()
     return (-(-settings.generate_tokens // block) + 1) * block * per_token
 
 
@@ -183,22 +182,22 @@ def _units(model: PlacedModel, parameters: Parameters, rank: int) -> Units:
     layout, is_scalar = model.layout, model.head == "scalar"
     if model.facts.fused_layers:
         parameters = with_fused_layers(parameters)
-    return _units_of(model.engine, layout.dims.tp, layout.dims.ep, is_scalar, parameters, layout.index("tp", rank))
+    return _units_of(model.engine, _of_tensors(layout.dims), is_scalar, parameters, layout.index("tp", rank))
 
 
 def _turned(model: PlacedModel, parameters: Parameters, rank: int) -> int:
     """Return the elements of ``Units.turned``."""
-    layout, shards = model.layout, model.num_shards // model.layout.dims.ep
+    layout, shards = model.layout, model.num_shards // model.layout.dims.expert_parts
     experts = () if model.split != "rows" or shards == 1 else _experts(parameters)
     if not experts:
         return 0
-    place = layout.index("tp", rank) + layout.dims.tp * (layout.of_weights.replica(rank) % layout.dims.ep)
-    return _turned_of(model.engine, layout.dims.tp, layout.dims.ep, experts, place, shards)
+    place = layout.index("tp", rank) + layout.dims.tp * layout.index("ep", rank)
+    return _turned_of(model.engine, _of_tensors(layout.dims), experts, place, shards)
 
 
 @lru_cache(maxsize=1024)
-def _turned_of(engine: str, tp: int, ep: int, experts: Parameters, rank: int, shards: int) -> int:
-    gathered = parts_of(as_gathered(_plain(engine, tp, ep)), experts, rank)
+def _turned_of(engine: str, dims: ParallelDims, experts: Parameters, rank: int, shards: int) -> int:
+    gathered = parts_of(as_gathered(_plain(engine, dims)), experts, rank)
     sizes = {name: tuple(map(len, part.box)) for name, part in gathered.items()}
     return sum(math.prod(size) for name, size in sizes.items() if fsdp_dim(name, size, shards))
 
@@ -226,8 +225,8 @@ def with_fused_layers(parameters: Parameters) -> Parameters:
 
 
 @lru_cache(maxsize=1024)
-def _units_of(engine: str, tp: int, ep: int, is_scalar: bool, parameters: Parameters, rank: int) -> Units:
-    model = _plain(engine, tp, ep)
+def _units_of(engine: str, dims: ParallelDims, is_scalar: bool, parameters: Parameters, rank: int) -> Units:
+    model = _plain(engine, dims)
     root, layer = _root_and_layer(parameters)
     head = () if is_scalar else _head(parameters)
     mlp = tuple(item for item in layer if ".mlp." in item[0])
@@ -238,9 +237,14 @@ def _units_of(engine: str, tp: int, ep: int, is_scalar: bool, parameters: Parame
     return Units(total, outside, largest_layer, largest, head_elements, mlp_elements)
 
 
-def _plain(engine: str, tp: int, ep: int) -> PlacedModel:
-    """Return a model of so many tensor-parallel and expert-parallel ranks with the settings that an engine has."""
-    layout = Layout(tuple(range(tp * ep)), ParallelDims(tp, ep=ep))
+def _of_tensors(dims: ParallelDims) -> ParallelDims:
+    """Return the degrees of the axes that split tensors."""
+    return ParallelDims(tp=dims.tp, ep=dims.ep)
+
+
+def _plain(engine: str, dims: ParallelDims) -> PlacedModel:
+    """Return one copy of a model, on each of its expert-parallel ranks, with the settings that an engine has."""
+    layout = Layout(tuple(range(dims.parts * dims.expert_parts)), dims)
     return PlacedModel(ModelName(""), layout, trained=False, settings=_plain_settings(engine))
 
 

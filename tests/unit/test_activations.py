@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.base import Batch, Sampling
@@ -433,7 +434,7 @@ def test_the_window_of_attention_is_that_of_transformers(kind: str, settings: di
 
 def test_tensor_parallel_ranks_share_heads_and_features() -> None:
     sizes = Sizes(4, 64, 512, 8, 4, 16, 1024, family="qwen3")
-    whole, half = Blocks(sizes, 2), Blocks(sizes, 2, tp=2)
+    whole, half = Blocks(sizes, 2), Blocks(sizes, 2, ParallelDims(tp=2))
     shared = 2 * ((4 + 2 * 2) * 64 + 4) + 2 * 100
     assert half.saved_by_layer(100) - shared == (whole.saved_by_layer(100) - shared) // 2
     assert half.forward_bytes(100, 100) < whole.forward_bytes(100, 100)

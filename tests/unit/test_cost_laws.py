@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 
 from benchmarks.systems.engines import DECODERS, PROFILES, TABLES
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.guideline.costs import training
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS, AnalyticCosts, RunOverheads
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Transformer
@@ -68,11 +69,13 @@ def random_call(chance: random.Random, kind: str = "train") -> Call:
     )
 
 
-def random_mesh(chance: random.Random) -> Mesh:
+def random_mesh(chance: random.Random, stages: int = 0) -> Mesh:
+    """``stages``: of the pipeline; 0: any."""
     device = DeviceClass.KNOWN[chance.choice(sorted(DeviceClass.KNOWN))]
     tp, pp, dp = chance.choice([1, 2, 8]), chance.choice([1, 1, 2, 4]), chance.choice([1, 2, 16])
     links = Links(device.link_gb_s, device.node_gb_s)
-    return Mesh(device, links, dp, tp, pp, per_node=min(8, tp * pp * dp), zero=chance.choice([0, 1, 2, 3]))
+    dims, zero = ParallelDims(tp, stages or pp), chance.choice([0, 1, 2, 3])
+    return Mesh(device, links, dp, dims, per_node=min(8, tp * pp * dp), zero=zero)
 
 
 def seconds(call: Call, mesh: Mesh) -> float:
@@ -139,8 +142,8 @@ def links_reached_by_the_engine(chance: random.Random) -> list[float]:
 
 def replicas_that_gather_weights(chance: random.Random) -> list[float]:
     """ZeRO-3 of 175B on 384 and 1,536 GPUs took 1.4 and 4 times what one message of all weights does."""
-    call, mesh = random_call(chance), replace(random_mesh(chance), zero=3, pp=1, per_node=8)
-    meshes = (replace(mesh, dp=ranks // mesh.tp) for ranks in NODES)
+    call, mesh = random_call(chance), replace(random_mesh(chance, stages=1), zero=3, per_node=8)
+    meshes = (replace(mesh, dp=ranks // mesh.dims.tp) for ranks in NODES)
     return [training.gather_weights_seconds(call, each, PROFILES[call.engine]) for each in meshes]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.calibration import generation
 from benchmarks.systems.engines import DECODERS, TABLES
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_names import MODELS
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
@@ -33,7 +34,8 @@ COSTS = TABLES.costs(NO_OVERHEADS)
 
 def mesh_of(name: str = "A100-80G", **sizes: int) -> Mesh:
     device = DeviceClass.KNOWN[name]
-    return Mesh(device, Links(device.link_gb_s, device.node_gb_s), **{"per_node": 8, **sizes})
+    dims = ParallelDims(**{name: sizes.pop(name) for name in ParallelDims._fields if name in sizes})
+    return Mesh(device, Links(device.link_gb_s, device.node_gb_s), dims=dims, **{"per_node": 8, **sizes})
 
 
 def call_of(engine: str = "vllm", **changes: object) -> Call:
@@ -314,7 +316,7 @@ def test_rows_become_calls_as_they_were_run(tmp_path: Path) -> None:
     assert (cases[0].call.rows, cases[0].call.decode_rows) == (320, 320)
     assert cases[0].call.mean_response == pytest.approx(190)
     assert cases[1].rows == 260
-    assert (cases[2].mesh.tp, cases[2].mesh.pp, cases[2].call.engine) == (1, 2, "transformers")
+    assert (cases[2].mesh.dims, cases[2].call.engine) == (ParallelDims(pp=2), "transformers")
     assert (cases[3].call.item, cases[3].call.cache_item, cases[3].call.decode_rows) == (1, 1, 2048)
     assert cases[3].mesh.device.tflops > cases[0].mesh.device.tflops
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.errors import UserError
 from flexrlhf.guideline.costs.cost_model import Call, Links, MeanPass, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.layer_prices import Curve
@@ -145,7 +146,7 @@ def test_a_forward_is_the_sum_of_its_layers(rows: int) -> None:
 def test_a_pipeline_waits_for_its_slowest_stage() -> None:
     """Two stages of two layers, three micro-batches: the last stage, with the head, works three times, the first
     fills the pipeline once; activations travel twice between them."""
-    mesh = replace(MESH, dp=1, pp=2)
+    mesh = replace(MESH, dp=1, dims=ParallelDims(pp=2))
     parts = COSTS.call(call("forward", 24, micro_rows=8), mesh).parts
     embedding, layers, head = forward(WIDTH * 8)
     assert parts["compute"] == pytest.approx(3 * (layers / 2 + head))
@@ -161,13 +162,13 @@ def test_slices_of_tensor_parallel_ranks_are_interpolated_and_their_sums_added()
     beyond = (1e-4 * tokens + 4 * 0.25 * 2e-3 * tokens + 1e-3 * tokens) / 2 + 4 * 0.2 + 0.2
     between = embedding + (whole * quarter) ** 0.5 + head
     for tp, expected in ((4, embedding + quarter + head), (2, between), (8, beyond)):
-        mesh = replace(MESH, dp=1, tp=tp, per_node=tp)
+        mesh = replace(MESH, dp=1, dims=ParallelDims(tp), per_node=tp)
         parts = COSTS.call(call("forward", 16), mesh).parts
         assert parts["compute"] == pytest.approx(expected, rel=1e-5)
         # two sums in each of four layers, of a ring's bytes
         size = 4 * MODEL.hidden * tokens * (tp - 1) / tp / (1 / 2)
         assert parts["tensor parallel"] == pytest.approx(8 * (0.01 + 1e-6 * size))
-    split = COSTS.call(call("train", 16), replace(MESH, dp=1, tp=4, per_node=4)).parts
+    split = COSTS.call(call("train", 16), replace(MESH, dp=1, dims=ParallelDims(tp=4), per_node=4)).parts
     assert split["optimizer"] == pytest.approx(update(tp=4))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from small_runs import placed_model, plan_of
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import LoraSpec, ModelSpec
 from flexrlhf.config.spec import SyncSpec
 from flexrlhf.engines.deepspeed.config import ELEMENTS, deepspeed_config
@@ -101,7 +102,7 @@ def test_deepspeed_estimates() -> None:
 def test_key_value_cache_of_a_token_in_16_bits(layers: int, kv_heads: int, head_dim: int, size: int) -> None:
     sizes = Sizes(layers, 64 * head_dim, 1, 64, kv_heads, head_dim, 1, family="llama")
     assert Blocks(sizes, 2).kv_bytes_per_token() == size
-    assert Blocks(sizes, 2, tp=8).kv_bytes_per_token() == size // 8
+    assert Blocks(sizes, 2, ParallelDims(tp=8)).kv_bytes_per_token() == size // 8
 
 
 def test_full_recomputation_keeps_two_bytes_per_hidden_number() -> None:

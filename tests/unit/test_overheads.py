@@ -14,6 +14,7 @@ from benchmarks.systems.engines import DECODERS, TABLES
 from benchmarks.systems.profiles import SYSTEMS
 from benchmarks.systems.steps import best_step, timed_as
 from benchmarks.systems.workload import ACTOR, CRITIC, REF, REWARD, Workload
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.guideline.costs import analytic
 from flexrlhf.guideline.costs.analytic import NO_OVERHEADS, OVERHEADS, AnalyticCosts, RunOverheads
 from flexrlhf.guideline.costs.cost_model import Call, Links, Mesh, Traffic, Transformer
@@ -37,7 +38,7 @@ ALONE, IN_STEP = AnalyticCosts(overheads=NO_OVERHEADS), AnalyticCosts()
 
 
 def mesh_of(dp: int = 1, tp: int = 1, zero: int = 0) -> Mesh:
-    return Mesh(DeviceClass.KNOWN["A100-80G"], LINKS, dp, tp, per_node=8, zero=zero)
+    return Mesh(DeviceClass.KNOWN["A100-80G"], LINKS, dp, ParallelDims(tp), per_node=8, zero=zero)
 
 
 def call_of(kind: str, engine: str) -> Call:

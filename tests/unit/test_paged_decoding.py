@@ -89,7 +89,7 @@ def test_no_row_is_put_back_where_all_have_room() -> None:
 
 
 def test_a_larger_cache_generates_faster() -> None:
-    mesh = Mesh(DeviceClass.KNOWN["H100-80G"], Links(450, 50), 1, 1, 1, 8)
+    mesh = Mesh(DeviceClass.KNOWN["H100-80G"], Links(450, 50), per_node=8)
     responses = truncated_exponential(1000, 4096)
 
     def seconds(whole_rows: int) -> float:

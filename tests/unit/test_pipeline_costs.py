@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from small_runs import plan_of
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, MeanPass, Mesh, Transformer
@@ -62,8 +63,9 @@ def call(kind: Any, chance: random.Random) -> Call:
 
 
 def mesh(pp: int, **changes: Any) -> Mesh:
-    sizes = {"dp": 1, "tp": 1, "per_node": 8, "stages_spread": True, **changes}
-    return Mesh(A100, Links(A100.link_gb_s, A100.node_gb_s), pp=pp, **sizes)
+    sizes = {"dp": 1, "per_node": 8, "stages_spread": True, **changes}
+    dims = ParallelDims(sizes.pop("tp", 1), pp)
+    return Mesh(A100, Links(A100.link_gb_s, A100.node_gb_s), dims=dims, **sizes)
 
 
 def cases(kind: str, number: int = 60) -> list[Call]:
@@ -162,7 +164,7 @@ def test_spread_stages_cross_nodes_and_keep_replicas_in_one(pp: int) -> None:
 
 
 def side(size: int, tp: int, pp: int) -> MeshSide:
-    return MeshSide(size, 8, size // (tp * pp), tp, pp=pp)
+    return MeshSide(size, 8, size // (tp * pp), ParallelDims(tp, pp))
 
 
 def test_rows_go_to_all_ranks_of_a_replica() -> None:
@@ -193,7 +195,7 @@ def test_a_plan_with_stages_is_priced_by_them() -> None:
     assert {run.operator.kind for run in runs} == {"forward", "train"}
     for run in runs:
         ((priced, priced_mesh),) = pricer.calls(run)
-        assert (priced_mesh.pp, priced_mesh.dp, priced_mesh.stages_spread) == (4, 2, True)
+        assert (priced_mesh.dims.pp, priced_mesh.dp, priced_mesh.stages_spread) == (4, 2, True)
         assert priced.rows == 32 and priced.passes is not None and priced.passes.count == 32
         cost = pricer.price(run)
         assert cost == COSTS.call(priced, priced_mesh)
@@ -231,7 +233,7 @@ def test_ranks_of_a_node_exchange_heads_where_these_divide_as_a_ring_takes_longe
         trained = Transformer(32, 4096, 14336, 32, kv_heads, 128, 32000)
         part = MeanPass(1, 1, width, width - 64, width).of_part(cp)
         call = Call("train", trained, "torch", cp, 64, (width - 64.0,), width, passes=part)
-        cost = COSTS.call(call, Mesh(device, links, cp=cp, per_node=8, is_ring=is_ring))
+        cost = COSTS.call(call, Mesh(device, links, dims=ParallelDims(cp=cp), per_node=8, is_ring=is_ring))
         return cost.parts["context parallel"]
 
     for case in itertools.product((1, 8, 32), (2048, 32768, 131072), (2, 4, 8)):
@@ -245,7 +247,7 @@ def test_measured_exchanges_take_as_long_as_sums_of_their_bytes_and_their_copies
     call = Call(
         "forward", Transformer(2, 256, 704, 8, 4, 32, 1000), "torch", 1, 64, (1984.0,), 2048, item=4, passes=part
     )
-    parts = costs.call(call, Mesh(A100, Links(1, 1), cp=2, per_node=2)).parts
+    parts = costs.call(call, Mesh(A100, Links(1, 1), dims=ParallelDims(cp=2), per_node=2)).parts
     line = costs.measured.reduce
     assert line is not None
     sent, copied = 1024 * 2 * (256 + 128) * 4 / 2, 1024 * 4 * (256 + 128) * 4

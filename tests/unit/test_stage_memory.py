@@ -218,7 +218,9 @@ def test_stages_exchange_hidden_states(kind: str) -> None:
 def test_tensor_parallel_ranks_share_the_norms() -> None:
     sizes = shape_of().sizes
     assert sizes is not None
-    whole, shared = (Blocks(sizes, 2, tp=2, fused=True, sharers=number).saved_by_layer(0) for number in (1, 2))
+    whole, shared = (
+        Blocks(sizes, 2, ParallelDims(tp=2), fused=True, sharers=number).saved_by_layer(0) for number in (1, 2)
+    )
     assert whole - shared == 8 * HIDDEN + 4  # half of two norms of 4 + 2b bytes a feature
     models = placed(1, 2, 1), placed(1, 1, 1)
     assert [layers_on_rank(each, sizes, 0).sharers for each in models] == [2, 1]
@@ -230,7 +232,7 @@ def test_adapters_of_fused_layers_share_matrices() -> None:
     sizes, tokens = shape_of().sizes, 200
     assert sizes is not None
     for tp, recompute in ((1, False), (2, False), (1, True)):
-        plain = Blocks(sizes, 2, tp=tp, fused=True)
+        plain = Blocks(sizes, 2, ParallelDims(tp), fused=True)
         adapted, part = (
             replace(plain, lora=LoraSpec(rank=8)),
             replace(plain, lora=LoraSpec(rank=8, targets=("v_proj",))),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_runs import TINY, placed_model
 
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Links
@@ -62,7 +63,7 @@ def test_bytes_that_cross_are_those_of_the_plan(source: dict[str, Any], receivin
 
 
 def test_ranks_whose_part_stays_the_same_receive_nothing() -> None:
-    alike = MeshSide(8, 8, 2, tp=4, shards=4)
+    alike = MeshSide(8, 8, 2, ParallelDims(tp=4), shards=4)
     assert sync_traffic(SyncWeights(100, 0, 1, 1), alike, alike, "same", several_nodes=True).total == 0
 
 
@@ -88,7 +89,7 @@ def test_a_faster_path_is_never_slower(device: Any) -> None:
 def test_published_updates_through_all_ports(gigabytes: int, measured: float) -> None:
     """MoonshotAI's checkpoint-engine (README): 8-bit weights, all of them to each node of 256 H20."""
     device = DeviceClass.KNOWN["H20-96G"]
-    side = MeshSide(256, 8, 32, tp=8)
+    side = MeshSide(256, 8, 32, ParallelDims(tp=8))
     link = ModelLink(side, side, "disjoint", Links(device.link_gb_s, device.node_gb_s), True)
     weights = SyncWeights(gigabytes * 10**9 // 8, 0, 100, 300)
     assert 0.75 * measured < link.sync_cost(COSTS, weights).seconds < 1.33 * measured

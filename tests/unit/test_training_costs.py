@@ -9,6 +9,7 @@ import pytest
 from test_cost_laws import ROUNDING, random_call, random_mesh
 
 from benchmarks.systems.engines import PROFILES
+from flexrlhf.config.axes import ParallelDims
 from flexrlhf.guideline.costs import training
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.kernels import LAUNCH_SECONDS, attention_seconds
@@ -54,8 +55,9 @@ def test_replicas_compute_the_same(cost):
 def test_tensor_parallel_devices_compute_no_more(cost):
     chance = random.Random(9)
     for _ in range(200):
-        call, mesh = random_call(chance), replace(random_mesh(chance), tp=1, pp=1, per_node=8)
-        whole, shared = cost(call, mesh).parts, cost(call, replace(mesh, tp=chance.choice([2, 4, 8]))).parts
+        call, mesh = random_call(chance), replace(random_mesh(chance), dims=ParallelDims(), per_node=8)
+        split = replace(mesh, dims=ParallelDims(tp=chance.choice([2, 4, 8])))
+        whole, shared = cost(call, mesh).parts, cost(call, split).parts
         for name in ("compute", "attention", "elements", "head"):
             assert shared[name] <= whole[name] * ROUNDING
 
@@ -85,7 +87,7 @@ def test_offloaded_optimizer_is_slower():
 def test_offloaded_activations_take_time_where_the_link_is_slower_than_a_layer():
     chance = random.Random(20)
     for _ in range(100):
-        call, mesh = replace(random_call(chance), offload_activations=False), replace(random_mesh(chance), pp=1)
+        call, mesh = replace(random_call(chance), offload_activations=False), random_mesh(chance, stages=1)
         offloaded = replace(call, offload_activations=True)
         links = [replace(mesh, device=replace(mesh.device, host_gb_s=speed)) for speed in (1e6, 1e-3)]
         hidden, exposed = (train_cost(offloaded, each).parts["host"] for each in links)
@@ -112,7 +114,7 @@ def test_dispatched_tokens_are_moved_as_often_as_the_engine_moves_them():
     """Not as often as a layer's own elements, of which an engine without fused kernels moves more than are counted."""
     model = Transformer(2, 4096, 1, 64, 4, 128, 1000, experts=ExpertSizes(128, 8, 1536))
     dense, profile = replace(model, experts=None, ffn=8 * 1536), PROFILES["torch"]
-    alone, over_ranks = training.PassShape(1, 512, 0, 2), training.PassShape(1, 512, 0, 2, ep=8)
+    alone, over_ranks = training.PassShape(1, 512, 0, 2), training.PassShape(1, 512, 0, 2, sharers=8)
     moved = [training.element_bytes(model, profile, shape, 1) for shape in (alone, over_ranks)]
     plain = training.element_bytes(dense, profile, alone, 1)
     assert [each - plain for each in moved] == pytest.approx([passes * 512 * 2 * 8 * 4096 for passes in (7, 17)])
@@ -130,7 +132,7 @@ def test_products_of_experts_are_one_kernel_or_a_loop_by_device_class():
     model = Transformer(2, 2048, 6144, 32, 4, 128, 1000, experts=ExpertSizes(128, 8, 768))
 
     def products(device: str, item: int, engine: str = "torch", of: Transformer = model, ep: int = 1) -> float:
-        shape = training.PassShape(1, 512, 0, item, ep=ep)
+        shape = training.PassShape(1, 512, 0, item, sharers=ep)
         return training.layer_forward(of, DeviceClass.KNOWN[device], PROFILES[engine], shape, 1).products
 
     dense = replace(model, experts=None)
@@ -146,7 +148,7 @@ def test_products_of_experts_are_one_kernel_or_a_loop_by_device_class():
 
 def test_no_rows_are_no_compute():
     chance = random.Random(13)
-    call, mesh = replace(random_call(chance), rows=0), replace(random_mesh(chance), pp=1)
+    call, mesh = replace(random_call(chance), rows=0), random_mesh(chance, stages=1)
     assert forward_cost(call, mesh).seconds == 0
 
 
@@ -191,5 +193,5 @@ def test_shards_in_host_memory_come_over_its_link_before_each_gather():
             training.gather_weights_seconds(replace(call, offload_parameters=offloads), mesh, PROFILES[call.engine])
             for offloads in (False, True)
         )
-        shard = call.item * call.model.parameters / (mesh.tp * mesh.pp * mesh.num_shards)
+        shard = call.item * call.model.parameters / (mesh.dims.parts * mesh.num_shards)
         assert far - near == pytest.approx(shard / (1e9 * mesh.device.host_gb_s))

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from math import inf
 
 from flexrlhf.api import (
+    OF_COPIES,
     BatchShape,
     Cluster,
     Compute,
@@ -30,7 +31,7 @@ from flexrlhf.guideline.advice.call_figures import CallFigures, ShardedModel, Tr
 from flexrlhf.guideline.advice.memo import Memo
 from flexrlhf.guideline.advice.sketch import PlacedCall, SearchModel
 from flexrlhf.guideline.advice.uniform_mesh import UniformMesh
-from flexrlhf.guideline.costs.cost_model import Call, CostModel, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, CostModel, Mesh, priced_dims
 from flexrlhf.guideline.simulation.calls import CallMaker, row_patterns
 from flexrlhf.guideline.simulation.model_free_costs import model_free_cost
 from flexrlhf.guideline.simulation.pricing import is_ring, side_of
@@ -121,7 +122,7 @@ class FigureMaker:
         used = [each for each in rows if any(each)]
         layout, shape = placed.layout, self.shapes[placed.role]
         own = settings.offload_optimizer, placed.rollout is None, placed.trained, mesh.device.name
-        key = "call", placed.role, own, relevant_settings(kind, settings), call, tuple(used), layout.dims.cp
+        key = "call", placed.role, own, relevant_settings(kind, settings), call, tuple(used), layout.dims.row_parts
 
         def made() -> Call:
             return self.maker.call(kind, replace(placed, settings=settings), shape, used, call.texts, call.compares)
@@ -140,8 +141,8 @@ class FigureMaker:
             return 0
         placed = sharded.placed_with(settings)
         if kind == "generate":
-            # context-parallel ranks share the rows
-            parts = placed.layout.dims.cp
+            # ranks with parts of rows share these
+            parts = placed.layout.dims.row_parts
             rows = parts * self._lengths.rows_decoded(placed, -(-rows // parts))
         block = self.batch.block_rows
         work = Compute(
@@ -155,11 +156,9 @@ class FigureMaker:
 
     def _priced_mesh(self, placed: PlacedModel, mesh: UniformMesh) -> Mesh:
         """Return the mesh of a model as costs depend on it."""
-        layout, zero, shape = placed.layout, placed.settings.zero, self.shapes[placed.role]
-        # the stages of a rollout engine work in turn
-        split = layout.dp, layout.dims.tp, 1 if placed.rollout is not None else layout.dims.pp
-        over, parts = placed.sharded_over, (layout.dims.cp, is_ring(placed, shape))
-        return Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, True, over, *parts, layout.dims.ep)
+        split, zero, shape = (placed.layout.dp, priced_dims(placed)), placed.settings.zero, self.shapes[placed.role]
+        over, rings = placed.sharded_over, is_ring(placed, shape)
+        return Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, True, over, rings)
 
     def transfers(self, model: SearchModel, placed: PlacedModel) -> TransferBytes:
         """Return the bytes of a model's syncs and saves, of the stage that needs most."""
@@ -194,17 +193,7 @@ class FigureMaker:
         where, layout = (mesh.size, mesh.per_node, mesh.device.name), placed.layout
         # a rollout engine's cache is allocated all the time
         cache = None if placed.rollout is None else placed.settings.generate_tokens
-        return (
-            placed.role,
-            placed.trained,
-            where,
-            layout.dims.tp,
-            layout.dims.pp,
-            layout.dims.cp,
-            layout.dims.ep,
-            cache,
-            settings,
-        )
+        return placed.role, placed.trained, where, layout.dims, cache, settings
 
     def _state_key(self, placed: PlacedModel, mesh: UniformMesh) -> object:
         """Key of all that the bytes of the model's state depend on."""
@@ -214,7 +203,7 @@ class FigureMaker:
     def transfer_key(sharded: ShardedModel, mesh: UniformMesh) -> object:
         """Key of all that the bytes of the model's syncs and saves depend on: the parts of it that ranks store."""
         placed, layout = sharded.placed, sharded.placed.layout
-        stored = placed.split, placed.num_shards, layout.dims.tp, layout.dims.pp, layout.dims.ep
+        stored = placed.split, placed.num_shards, layout.dims.without(OF_COPIES)
         kind = placed.role, placed.trained, placed.rollout is None
         return kind, mesh.device.name, stored, sharded.side.shards
 

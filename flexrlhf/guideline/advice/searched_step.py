@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 from flexrlhf.api import (
+    OF_COPIES,
     BatchShape,
     DeviceClass,
     Layout,
     Lengths,
     ModelShape,
-    ParallelDims,
     PlacedModel,
     ResolvedSpec,
     Run,
@@ -139,8 +139,8 @@ class SearchedStep(ResolvedSpec):
         """Return the weights that a sync sends to ``follower``."""
         side = _side_of(to)
         if (follower.name, side) not in self._weights_cache:
-            layout = Layout(tuple(range(side.size)), ParallelDims(side.tp, side.pp, ep=side.ep))
-            settings = follower.settings.model_copy(update={"zero": side.zero, "tp": side.tp, "pp": side.pp})
+            layout = Layout(tuple(range(side.size)), side.dims).of_weights
+            settings = follower.settings.model_copy(update={"zero": side.zero, **layout.dims._asdict()})
             over = side.shards // side.parts
             kind = follower.rollout, follower.head
             model = PlacedModel(follower.name, layout, False, settings, *kind, sharded_over=over)
@@ -177,7 +177,8 @@ def _sync_side(has_adapters: bool, end: LinkEnd) -> Hashable:
 @lru_cache(maxsize=4096)
 def _of_weights(side: MeshSide, has_adapters: bool) -> MeshSide:
     """Return ``side`` without what weights do not depend on; where adapters are gathered it matters who has them."""
-    return replace(side, dp=1, cp=side.cp if has_adapters else 1, zero=side.zero if side.zero == 3 else 0)
+    dims = side.dims if has_adapters else side.dims.without(OF_COPIES)
+    return replace(side, dp=1, dims=dims, zero=side.zero if side.zero == 3 else 0)
 
 
 def _side_of(end: LinkEnd) -> MeshSide:

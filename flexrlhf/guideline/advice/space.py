@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from flexrlhf.api import (
+    INNER,
     BatchShape,
     Layout,
     ModelName,
@@ -252,8 +253,8 @@ def lies_in_nodes(option: Option, model: SearchModel, shape: MeshShape) -> bool:
         return True
     side, settings = option.layout, option.settings
     assert isinstance(side, MeshSide) and isinstance(settings, ModelSpec), "options of a Space have both"
-    near = side.tp if settings.context_parallel == "ring" else side.tp * side.cp
-    is_near = shape.unit % near == 0 or (model.is_rollout and shape.is_whole and side.tp % shape.per_node == 0)
+    near = side.dims.product(axis for axis in INNER if axis.near and axis.name not in settings.crossing_axes)
+    is_near = shape.unit % near == 0 or (model.is_rollout and shape.is_whole and near % shape.per_node == 0)
     return is_near and (settings.shard != "node" or shape.is_even)
 
 

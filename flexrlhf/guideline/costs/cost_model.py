@@ -7,7 +7,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, Protocol
 
-from flexrlhf.api import CallKind, DecoderSizes, DeviceClass, Head, ModelShape, ParameterName, Primitive
+from flexrlhf.api import (
+    OUTER,
+    CallKind,
+    DecoderSizes,
+    DeviceClass,
+    Head,
+    ModelShape,
+    ParallelDims,
+    ParameterName,
+    PlacedModel,
+    Primitive,
+)
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
 
 PORT_GB_S = 12.5
@@ -80,13 +91,13 @@ class Transformer(DecoderSizes):
             return 0
         return self.sparse_layers * self.hidden * self.experts.number * self.experts.ffn * (3 if self.gated else 2)
 
-    def on_each(self, ep: int) -> float:
-        """Return the parameters on each of ``ep`` expert-parallel ranks."""
-        return self.parameters - self.expert_parameters * (1 - 1 / ep)
+    def on_each(self, sharers: int) -> float:
+        """Return the parameters on each of so many copies that share the experts."""
+        return self.parameters - self.expert_parameters * (1 - 1 / sharers)
 
-    def trained_on_each(self, ep: int) -> float:
-        """Return the trained parameters on each of ``ep`` expert-parallel ranks; adapters are on all of them."""
-        return self.adapters or self.on_each(ep)
+    def trained_on_each(self, sharers: int) -> float:
+        """Return the trained parameters on each of so many copies that share the experts; adapters are on all."""
+        return self.adapters or self.on_each(sharers)
 
     def kv_bytes(self, item: int = 2) -> int:
         """Return the bytes of one token's keys and values in all layers; ``item``: bytes of one number."""
@@ -132,53 +143,47 @@ class Links:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices of one placed model and how they share its work: ``dp`` replicas of ``cp * tp * pp`` devices.
+    """Devices of one placed model and how they share its work.
 
     device:         slowest class among them
     links:          slowest links among them
     dp:             replicas
-    tp:             tensor-parallel ranks
-    pp:             pipeline stages
+    dims:           degree of each axis: ranks of a replica, and copies of the weights that share experts
     per_node:       devices of the mesh in each node that it spans
     zero:           ZeRO stage over the copies of the weights
     sharded_over:   copies of a node, over which ZeRO shards; 0: all copies
     stages_spread:  whether all replicas of a stage are next to each other, and the next stage behind them; else all
                     stages of a replica are
-    cp:             context-parallel ranks
-    is_ring:        whether keys and values travel around these, else heads are exchanged for tokens
-    ep:             expert-parallel ranks, among the copies of the weights
+    is_ring:        whether keys and values travel around context-parallel ranks, else heads are exchanged for tokens
     """
 
     device: DeviceClass
     links: Links
     dp: int = 1
-    tp: int = 1
-    pp: int = 1
+    dims: ParallelDims = ParallelDims()
     per_node: int = 1
     zero: int = 0
     stages_spread: bool = False
     sharded_over: int = 0
-    cp: int = 1
     is_ring: bool = False
-    ep: int = 1
 
     def __hash__(self) -> int:
         # of a few fields: meshes are keys of tables
-        return hash((self.dp, self.tp, self.pp, self.cp, self.zero))
+        return hash((self.dp, self.dims, self.zero))
 
     @cached_property
     def unsharded(self) -> Mesh:
         """The same devices without ZeRO."""
         return replace(self, zero=0, sharded_over=0) if self.zero or self.sharded_over else self
 
-    @property
+    @cached_property
     def size(self) -> int:
-        return self.dp * self.cp * self.tp * self.pp
+        return self.dp * self.dims.replica
 
-    @property
+    @cached_property
     def copies(self) -> int:
-        """Copies of the weights, before ZeRO shards them: on each replica's context-parallel ranks."""
-        return self.dp * self.cp
+        """Copies of the weights, before ZeRO shards them; a replica may have several."""
+        return self.dp * self.dims.row_parts
 
     @property
     def spans_nodes(self) -> bool:
@@ -192,12 +197,18 @@ class Mesh:
     @property
     def between_replicas(self) -> int:
         """Ranks from one to the next of a data-parallel group."""
-        return self.tp if self.stages_spread else self.tp * self.pp
+        return self.dims.tp if self.stages_spread else self.dims.parts
 
     @property
     def between_stages(self) -> int:
         """Ranks from a stage of a replica to the next one's; all of them send to the next stage at once."""
-        return self.tp * self.copies if self.stages_spread else self.tp * self.cp
+        return self.dims.tp * self.copies if self.stages_spread else self.dims.width
+
+
+def priced_dims(model: PlacedModel) -> ParallelDims:
+    """Return the degrees that costs depend on: the stages of a rollout engine work in turn, each on its share, as long
+    as one stage on all."""
+    return model.layout.dims if model.rollout is None else model.layout.dims.without(OUTER)
 
 
 @dataclass(frozen=True)
@@ -225,11 +236,11 @@ class MeanPass:
         """Computed tokens of all passes."""
         return self.count * self.rows * self.width
 
-    def of_part(self, cp: int) -> MeanPass:
-        """Return the work of one of ``cp`` ranks that share the tokens of every row, as if it had so many rows less."""
-        if cp == 1:
+    def of_part(self, parts: int) -> MeanPass:
+        """Return the work of one of so many ranks that share the tokens of every row, as if it had fewer rows."""
+        if parts == 1:
             return self
-        return replace(self, rows=self.rows / cp, responses=self.responses / cp, texts=self.texts / cp)
+        return replace(self, rows=self.rows / parts, responses=self.responses / parts, texts=self.texts / parts)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from functools import lru_cache
 
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Mesh
 from flexrlhf.guideline.costs.decode_phases import DecodePhase, decoding
+from flexrlhf.guideline.costs.exchanges import expert_seconds
 from flexrlhf.guideline.costs.kernels import FIGURES, LAUNCH_SECONDS
 from flexrlhf.guideline.costs.links import TransferTime, all_reduce_seconds, all_reduces
 from flexrlhf.guideline.costs.profiles import DecodeProfile, host_factor
-from flexrlhf.guideline.costs.training import expert_seconds, forward_cost, gather_weights_seconds
+from flexrlhf.guideline.costs.training import forward_cost, gather_weights_seconds
 
 PREFILL_TOKENS = 8192
 """Tokens of one forward pass over prompts; it has at least one prompt."""
@@ -51,10 +52,10 @@ def prefill_cost(call: Call, mesh: Mesh, profile: DecodeProfile) -> Cost:
         call, kind="forward", rows=call.prompts, width=call.prompt, responses=(1.0,), micro_rows=micro_rows
     )
     parts = dict(forward_cost(forward, _unthrottled(mesh), profile.passes).parts)
-    if mesh.tp > 1:
+    if mesh.dims.tp > 1:
         # two all-reduces a layer; activations have 16 bits even where weights have eight
         message = ACTIVATION_BYTES * call.model.hidden * micro_rows * call.prompt
-        once = all_reduce_seconds(message, mesh.tp, mesh.per_node, mesh.links)
+        once = all_reduce_seconds(message, mesh.dims.tp, mesh.per_node, mesh.links)
         parts["tensor parallel"] = call.prompts / micro_rows * 2 * call.model.layers * once / profile.tensor_reached
     passes, host = -(-call.prompts // micro_rows), host_factor(mesh.device)
     parts["layers"] = passes * _layers_seconds(call, mesh, profile)
@@ -95,7 +96,7 @@ class _Step:
     reduces:   all-reduces over tensor-parallel ranks
     message:   bytes of one row in one of them
     reduce:    time of one of them, by its bytes
-    ep:        expert-parallel ranks
+    sharers:   ranks that share the experts
     """
 
     weights: float
@@ -112,48 +113,49 @@ class _Step:
     reduces: int
     message: float
     reduce: TransferTime
-    ep: int
+    sharers: int
 
     @classmethod
     def of(cls, call: Call, mesh: Mesh, profile: DecodeProfile) -> _Step:
         model, device, host = call.model, mesh.device, host_factor(mesh.device)
         slower = 1 / profile.reached
-        bandwidth = mesh.tp * device.memory_gb_s * 1e9
+        bandwidth = mesh.dims.tp * device.memory_gb_s * 1e9
         # no token: none of the routed experts
         read = model.layers * model.read_parameters(0) + model.head_parameters
         experts = model.layers * (model.layer_parameters - model.read_parameters(0))
         active = model.layers * (model.active_parameters + 2 * model.hidden) + model.head_parameters
         weights = slower * call.item / (FIGURES.weights * bandwidth)
         heads = 1 + profile.reread * (model.heads / model.kv_heads - 1)
-        shared = model.cache_parts(mesh.tp)
-        speed = mesh.tp * device.matmul * device.tflops * 1e12
+        shared = model.cache_parts(mesh.dims.tp)
+        speed = mesh.dims.tp * device.matmul * device.tflops * 1e12
         expanding = 0.0
         if model.latent is not None and profile.expands:
             features = model.latent.key * model.heads * model.latent.expanded
             expanding = slower * 2 * model.layers * features / speed
         launch = profile.launch_seconds
-        if launch and mesh.tp > 1:
+        if launch and mesh.dims.tp > 1:
             launch += profile.launch_tp_seconds
         if model.experts is not None and profile.passes.grouped_mm and not device.has_grouped_mm(call.item):
             # two products of each expert of a rank
-            launch += 2 * LAUNCH_SECONDS * model.sparse_layers / model.layers * model.experts.number / mesh.tp / mesh.ep
+            ranks = mesh.dims.tp * mesh.dims.expert_parts
+            launch += 2 * LAUNCH_SECONDS * model.sparse_layers / model.layers * model.experts.number / ranks
         return cls(
             weights=weights * read,
-            experts=weights * experts / mesh.ep,
+            experts=weights * experts / mesh.dims.expert_parts,
             untaken=0.0 if model.experts is None else 1 - model.experts.active / model.experts.number,
-            exchange=(lambda tokens: expert_seconds(call, mesh, tokens)) if mesh.ep > 1 else None,
+            exchange=(lambda tokens: expert_seconds(call, mesh, tokens)) if mesh.dims.expert_parts > 1 else None,
             row=slower * 2 * active / speed,
-            token=slower * heads * model.kv_bytes(call.cache_item) / (profile.cache * bandwidth * shared / mesh.tp)
+            token=slower * heads * model.kv_bytes(call.cache_item) / (profile.cache * bandwidth * shared / mesh.dims.tp)
             + expanding,
             layers=_layers_seconds(call, mesh, profile),
             launch=slower * host * model.layers * launch,
             host=slower * host * profile.step_seconds,
             host_row=slower * host * profile.row_seconds,
-            gather=mesh.pp * gather_weights_seconds(call, mesh, profile.passes) if mesh.zero == 3 else 0.0,
-            reduces=2 * model.layers if mesh.tp > 1 else 0,
+            gather=mesh.dims.pp * gather_weights_seconds(call, mesh, profile.passes) if mesh.zero == 3 else 0.0,
+            reduces=2 * model.layers if mesh.dims.tp > 1 else 0,
             message=ACTIVATION_BYTES * model.hidden,
             reduce=_reduces(mesh, profile),
-            ep=mesh.ep,
+            sharers=mesh.dims.expert_parts,
         )
 
     def through(self, phases: Iterable[DecodePhase], prompt: float) -> dict[str, float]:
@@ -164,7 +166,7 @@ class _Step:
         for phase in phases:
             rows = phase.rows
             if self.experts:
-                weights = self.weights + self.experts * (1 - self.untaken ** (rows * self.ep))
+                weights = self.weights + self.experts * (1 - self.untaken ** (rows * self.sharers))
                 read = weights**blend
             multiplied = (read + (rows * self.row) ** blend) ** (1 / blend)
             cached = rows * (prompt + phase.age) * self.token
@@ -198,9 +200,9 @@ class _Step:
 def _reduces(mesh: Mesh, profile: DecodeProfile) -> TransferTime:
     """Return the time of one all-reduce over tensor-parallel ranks: NCCL's, or the engine's own, in which each rank
     reads all other ranks' messages at once."""
-    reached, start, others = profile.tensor_reached, profile.one_shot_seconds, mesh.tp - 1
-    library = all_reduces(mesh.tp, mesh.per_node, mesh.links)
-    if not start or mesh.tp > mesh.per_node:
+    reached, start, others = profile.tensor_reached, profile.one_shot_seconds, mesh.dims.tp - 1
+    library = all_reduces(mesh.dims.tp, mesh.per_node, mesh.links)
+    if not start or mesh.dims.tp > mesh.per_node:
         return lambda size: library(size) / reached
     bytes_s = ONE_SHOT_SHARE * mesh.links.device_gb_s * 1e9
     return lambda size: min(library(size), start + others * size / bytes_s) / reached

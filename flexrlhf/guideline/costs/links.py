@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from math import ceil, log2, sqrt
 from pathlib import Path
 
-from flexrlhf.api import Primitive
+from flexrlhf.api import OF_EXPERTS, ParallelDims, Primitive
 from flexrlhf.guideline.costs.cost_model import Cost, CostModel, Links, Traffic
 from flexrlhf.guideline.costs.profiles import named_rows, read_table
 from flexrlhf.guideline.costs.relations import Relation
@@ -138,23 +138,17 @@ class MeshSide:
     size:      devices
     per_node:  devices in a node
     dp:        replicas
-    tp:        tensor-parallel ranks of a replica
+    dims:      degree of each axis; the ranks of a stage are next to each other
     zero:      ZeRO stage
     shards:    ranks that together store all weights; 1: each has them whole
-    pp:        pipeline stages of a replica; the ranks of a stage are next to each other
-    cp:        context-parallel ranks of a replica
-    ep:        expert-parallel ranks, which have different experts
     """
 
     size: int
     per_node: int
     dp: int
-    tp: int = 1
+    dims: ParallelDims = ParallelDims()
     zero: int = 0
     shards: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
 
     def __hash__(self) -> int:
         return self._hash
@@ -162,22 +156,22 @@ class MeshSide:
     @cached_property
     def _hash(self) -> int:
         """Hash, computed once: sides are keys of many tables."""
-        return hash((self.size, self.per_node, self.dp, self.tp, self.zero, self.shards, self.pp, self.cp, self.ep))
+        return hash((self.size, self.per_node, self.dp, self.dims, self.zero, self.shards))
 
     @cached_property
     def of_rows(self) -> MeshSide:
         """The same side with defaults for what moving rows does not depend on."""
-        return _first_equal(replace(self, zero=0, shards=1, ep=1))
+        return _first_equal(replace(self, zero=0, shards=1, dims=self.dims.without(OF_EXPERTS)))
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """Ranks of a replica, which all have its rows."""
-        return self.cp * self.parts
+        return self.dims.replica
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Ranks that together compute with all weights."""
-        return self.tp * self.pp
+        return self.dims.parts
 
     @property
     def nodes(self) -> int:
@@ -187,9 +181,10 @@ class MeshSide:
     @property
     def node_share(self) -> float:
         """Share of the weights that the ranks of a node store together: whole stages, or shards of one."""
-        stage = self.size // self.pp
-        stages = min(self.pp, max(1, self.per_node // stage))
-        return stages / self.pp * min(1.0, self.pp * min(self.per_node, stage) / self.shards)
+        number = self.dims.pp
+        stage = self.size // number
+        stages = min(number, max(1, self.per_node // stage))
+        return stages / number * min(1.0, number * min(self.per_node, stage) / self.shards)
 
     def gathered_adapters(self, size: int) -> Traffic:
         """Return the traffic of gathering adapters of ``size`` bytes: every rank receives what it merges.
@@ -198,7 +193,7 @@ class MeshSide:
         """
         if self.shards == self.replica:
             return Traffic(0, 0, 0)
-        merged = ceil(size * (1 + 1 / self.tp) / 2 / self.pp)
+        merged = ceil(size * (1 + 1 / self.dims.tp) / 2 / self.dims.pp)
         return Traffic(merged, merged if self.node_share < 1 else 0)
 
 
@@ -210,10 +205,10 @@ def _first_equal(side: MeshSide) -> MeshSide:
 
 def lacks_rows(writer: MeshSide, reader: MeshSide, relation: Relation) -> bool:
     """Whether a rank of the reader needs rows that it has not written itself."""
-    if relation == "same" and writer.pp == reader.pp == 1:
+    if relation == "same" and writer.dims.pp == reader.dims.pp == 1:
         return writer.replica % reader.replica != 0
     if relation == "same":
-        return writer.dp > 1 and (writer.tp, writer.pp, writer.cp) != (reader.tp, reader.pp, reader.cp)
+        return writer.dp > 1 and writer.of_rows.dims != reader.of_rows.dims
     return relation == "disjoint" or reader.size > writer.size or writer.dp > 1
 
 
@@ -276,9 +271,9 @@ def sync_traffic(
 
 def _lacking(source: MeshSide, destination: MeshSide) -> float:
     """Return the share of its part that a rank of the destination has not as a rank of the source, at most."""
-    if source.shards == source.parts and source.tp == destination.tp:
-        return 1 - 1 / source.pp
-    is_elsewhere = source.shards == source.parts and min(source.tp, destination.tp) > 1
+    if source.shards == source.parts and source.dims.tp == destination.dims.tp:
+        return 1 - 1 / source.dims.pp
+    is_elsewhere = source.shards == source.parts and min(source.dims.tp, destination.dims.tp) > 1
     return 1.0 if is_elsewhere else 1 - 1 / source.shards
 
 

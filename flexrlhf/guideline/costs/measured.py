@@ -10,7 +10,7 @@ comes from the analytic model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +20,12 @@ from flexrlhf.guideline.costs.analytic import AnalyticCosts
 from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
 from flexrlhf.guideline.costs.decode_phases import DecodePhase, decoding
 from flexrlhf.guideline.costs.environment_times import EnvironmentTimes
+from flexrlhf.guideline.costs.exchanges import parts_traffic
 from flexrlhf.guideline.costs.layer_prices import Curve, LayerPrices, SlicedModel
 from flexrlhf.guideline.costs.links import AS_GIVEN, WITHIN
 from flexrlhf.guideline.costs.measurements import LinearTime, Measurements, ModelTimes, read_measurements
 from flexrlhf.guideline.costs.profiles import DECODERS, profile_of
-from flexrlhf.guideline.costs.training import layer_products, parts_traffic, replica_sum_seconds
+from flexrlhf.guideline.costs.training import layer_products, replica_sum_seconds
 
 GRADIENT_BYTES = 4
 """Bytes of a trained parameter's gradient when it is summed over replicas and updates its weight."""
@@ -123,7 +124,7 @@ class MeasuredCosts:
 
     def _forward(self, call: Call, mesh: Mesh, prices: LayerPrices) -> dict[str, float]:
         passes = call.updates * call.passes_per_update
-        stages = prices.of(_sliced(call, mesh)).stages("forward", call.computed_tokens / passes, mesh.pp)
+        stages = prices.of(_sliced(call, mesh)).stages("forward", call.computed_tokens / passes, mesh.dims.pp)
         return _through(stages, passes)
 
     def _generate(self, call: Call, mesh: Mesh, prices: LayerPrices) -> dict[str, float]:
@@ -137,17 +138,17 @@ class MeasuredCosts:
     def _train(self, call: Call, mesh: Mesh, prices: LayerPrices) -> dict[str, float]:
         times, passes = prices.times, call.passes_per_update
         tokens, model = call.computed_tokens / call.updates / passes, prices.of(_sliced(call, mesh))
-        stages = model.stages("train", tokens, mesh.pp)
+        stages = model.stages("train", tokens, mesh.dims.pp)
         if call.recompute == "full" or call.tiled_mlp:
             share = 1.0 if call.recompute == "full" else _mlp_share(call.model)
-            again = share * call.model.layers / mesh.pp * model.block("forward", tokens)
+            again = share * call.model.layers / mesh.dims.pp * model.block("forward", tokens)
             stages = [stage + again for stage in stages]
         dp = mesh.copies if mesh.copies in times.update else min(times.update)
-        update = times.update[dp].seconds(_trained_bytes(call, mesh), call.model.layers / mesh.pp)
+        update = times.update[dp].seconds(_trained_bytes(call, mesh), call.model.layers / mesh.dims.pp)
         parts = _through(stages, passes)
         parts |= {"optimizer": update, "gradients": self._reduce(call, mesh, dp)}
         if call.offload_activations:
-            size = call.item * call.model.hidden * tokens * call.model.layers / mesh.pp
+            size = call.item * call.model.hidden * tokens * call.model.layers / mesh.dims.pp
             parts["host"] = 2 * passes * self.measured.switch.seconds(int(size))
         return {name: call.updates * seconds for name, seconds in parts.items()}
 
@@ -173,21 +174,16 @@ class MeasuredCosts:
         """Return the time of communication inside a replica, and of gathering weights that ZeRO-3 shards, as far as the
         measured layers do not include it."""
         line = None if mesh.spans_nodes else self.measured.reduce
-        unsummed = prices.unsummed(mesh.tp) if mesh.tp <= mesh.per_node else 1.0
-        names = ["gather"] if mesh.zero == 3 and prices.times.shards == 1 else []
-        names += ["tensor parallel"] if unsummed and line is None else []
-        names += ["pipeline"] if mesh.pp > 1 and line is None else []
-        names += ["context parallel"] if mesh.cp > 1 and line is None else []
-        names += ["expert parallel"] if mesh.ep > 1 else []
+        names, measured = ["gather"] if mesh.zero == 3 and prices.times.shards == 1 else [], dict[str, float]()
+        for axis in mesh.dims.several():
+            name, price = _EXCHANGED[axis.name]
+            share = prices.unsummed(mesh.dims.tp) if axis.name == "tp" and mesh.dims.tp <= mesh.per_node else 1.0
+            if line is None or price is None:
+                names += [name] * (share > 0)
+            elif share:
+                measured[name] = share * price(self, call, mesh, line)
         analytic = AnalyticCosts().call(call, mesh).parts if names else {}
-        parts = {name: analytic[name] for name in names if analytic.get(name)}
-        if line is not None and unsummed:
-            parts["tensor parallel"] = unsummed * self._tensor_parallel(call, mesh, line)
-        if line is not None and mesh.pp > 1:
-            parts["pipeline"] = self._pipeline(call, mesh, line)
-        if line is not None and mesh.cp > 1:
-            parts["context parallel"] = self._context_parallel(call, mesh, line)
-        return parts
+        return {name: analytic[name] for name in names if analytic.get(name)} | measured
 
     def _tensor_parallel(self, call: Call, mesh: Mesh, line: LinearTime) -> float:
         """Return the time of the sums of hidden states over tensor-parallel ranks: two in a layer forwards, and
@@ -195,7 +191,7 @@ class MeasuredCosts:
         token, ranks = call.item * call.model.hidden, self.measured.machine.ranks
 
         def sums(count: float, tokens: float) -> float:
-            return count * _over(line, token * tokens, mesh.tp, ranks)
+            return count * _over(line, token * tokens, mesh.dims.tp, ranks)
 
         layers = call.model.layers
         if call.kind == "generate":
@@ -218,14 +214,24 @@ class MeasuredCosts:
             sent = line.per_byte * traffic.within * ranks / (2 * (ranks - 1))
             copied = moved / self.measured.memory_bytes_s * self.slowdown
             seconds += traffic.messages * line.start + sent + copied
-        return passes * call.model.layers / mesh.pp * seconds
+        return passes * call.model.layers / mesh.dims.pp * seconds
 
     def _pipeline(self, call: Call, mesh: Mesh, line: LinearTime) -> float:
         """Return the time of activations, and of their gradients, from stage to stage, beyond the stages' own."""
         passes, hop = call.passes_per_update, self.measured.moves.get("point_to_point", line)
         tokens = call.computed_tokens / call.updates / passes
-        hops = (passes + mesh.pp - 2) * (2 if call.kind == "train" else 1)
-        return call.updates * hops * hop.seconds(call.item * call.model.hidden * tokens / mesh.tp, 1)
+        hops = (passes + mesh.dims.pp - 2) * (2 if call.kind == "train" else 1)
+        return call.updates * hops * hop.seconds(call.item * call.model.hidden * tokens / mesh.dims.tp, 1)
+
+
+_Exchange = Callable[[MeasuredCosts, Call, Mesh, LinearTime], float]
+_EXCHANGED: Mapping[str, tuple[str, _Exchange | None]] = {
+    "tp": ("tensor parallel", MeasuredCosts._tensor_parallel),
+    "pp": ("pipeline", MeasuredCosts._pipeline),
+    "cp": ("context parallel", MeasuredCosts._context_parallel),
+    "ep": ("expert parallel", None),
+}
+"""Axis → cause of the time of its exchanges, and function that prices them by measured sums; None: not measured."""
 
 
 def _decoding(call: Call, mesh: Mesh) -> tuple[DecodePhase, ...]:
@@ -234,7 +240,7 @@ def _decoding(call: Call, mesh: Mesh) -> tuple[DecodePhase, ...]:
 
 
 def _sliced(call: Call, mesh: Mesh) -> SlicedModel:
-    return SlicedModel(call.model, mesh.tp, call.row_width, call.item)
+    return SlicedModel(call.model, mesh.dims.tp, call.row_width, call.item)
 
 
 def _mlp_share(model: Transformer) -> float:
@@ -256,7 +262,7 @@ def _trained_bytes(call: Call, mesh: Mesh) -> float:
     model, facts = call.model, EngineFacts.of(call.engine)
     # only some engines split the embedding over tensor-parallel ranks
     whole = 0 if facts.vocabulary_multiple or model.adapters else model.hidden * model.vocabulary
-    return GRADIENT_BYTES * (whole + (model.trained_parameters - whole) / mesh.tp) / mesh.pp
+    return GRADIENT_BYTES * (whole + (model.trained_parameters - whole) / mesh.dims.tp) / mesh.dims.pp
 
 
 def _has_times(times: ModelTimes, call: Call) -> bool:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, lcm
+from math import ceil
 
 from flexrlhf.api import DeviceClass, EngineFacts
-from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Traffic, Transformer
+from flexrlhf.guideline.costs.cost_model import Call, Cost, Links, Mesh, Transformer
+from flexrlhf.guideline.costs.exchanges import ATTENTION_BACKWARD, EXCHANGES, PassShape, PricedPasses
 from flexrlhf.guideline.costs.kernels import (
     attention_seconds,
     elements_seconds,
@@ -23,12 +24,9 @@ from flexrlhf.guideline.costs.links import (
     Figures,
     all_reduce_seconds,
     gather_seconds,
-    travel_seconds,
 )
 from flexrlhf.guideline.costs.profiles import EngineProfile
 
-# FlashAttention 2, section 3.1: five products of the square backward, two forward.
-ATTENTION_BACKWARD = 2.5
 # Gradients of an element-wise kernel read its input and the gradient of its result: about twice the traffic.
 ELEMENTS_BACKWARD = 2.0
 # Adam in mixed precision, bytes of a parameter: 32-bit weight and two moments read and written, gradient read, 16-bit
@@ -37,9 +35,6 @@ OPTIMIZER_BYTES = 30
 # ZeRO-Offload, section 4: gradients down and weights up, in 16 bits; the host's Adam moves the same bytes through its
 # own memory, about 200 GB/s of a node.
 OFFLOADED_BYTES, HOST_MEMORY_GB_S = 4, 200
-# Parts of attention in a ring are joined (``joined`` in engines/attended_spans.py): per feature of a query, a part's
-# output is cleared, written, cast to float32 and weighed with the sum of those before.
-JOINED_BYTES = 44
 # Reads and writes of each token at each of its experts: in transformers' ``grouped_mm_experts_forward``, and in
 # ``experts_over_ranks`` of engines/experts.py, which calls it on the ranks of the experts.
 DISPATCH_PASSES, RANKS_DISPATCH_PASSES = 7, 17
@@ -73,28 +68,6 @@ class LayerSeconds:
         return LayerSeconds(
             self.products + other.products, self.attention + other.attention, self.elements + other.elements
         )
-
-
-@dataclass(frozen=True)
-class PassShape:
-    """Shape of one micro-batch.
-
-    rows:         rows
-    width:        tokens of a row
-    head_tokens:  tokens whose logits are computed
-    item:         bytes of a number
-    ep:           ranks with as many tokens that share the experts
-    """
-
-    rows: float
-    width: float
-    head_tokens: float
-    item: int
-    ep: int = 1
-
-    @property
-    def tokens(self) -> float:
-        return self.rows * self.width
 
 
 def forward_cost(call: Call, mesh: Mesh, profile: EngineProfile) -> Cost:
@@ -136,13 +109,13 @@ def _replica_traffic(call: Call, mesh: Mesh, profile: EngineProfile, micro_batch
 
     Where nodes have copies of the shards, gradients are summed over these once in an update.
     """
-    gradients = call.item * call.model.trained_on_each(mesh.ep) / (mesh.tp * mesh.pp)
+    gradients = call.item * call.model.trained_on_each(mesh.dims.expert_parts) / mesh.dims.parts
     groups, per_node = _groups(mesh)
     copies, part = mesh.copies // mesh.num_shards, gradients / mesh.num_shards
     across = call.updates * all_reduce_seconds(part, copies, 1, mesh.links, groups * per_node)
     if mesh.zero == 3:
         gather = 2 * micro_batches * gather_weights_seconds(call, mesh, profile)
-        layers = ceil(call.model.layers / mesh.pp)
+        layers = ceil(call.model.layers / mesh.dims.pp)
         return {"gather": gather, "gradients": micro_batches * _gather(gradients, mesh, profile, layers) + across}
     if mesh.zero:
         gather = call.updates * _gather(gradients, mesh, profile)
@@ -154,9 +127,9 @@ def _replica_traffic(call: Call, mesh: Mesh, profile: EngineProfile, micro_batch
 def gather_weights_seconds(call: Call, mesh: Mesh, profile: EngineProfile) -> float:
     """Return the time of gathering all weights of a pipeline stage that ZeRO-3 shards over replicas, one layer after
     the other, each shard from where it is."""
-    size = call.item * call.model.on_each(mesh.ep) / (mesh.tp * mesh.pp)
+    size = call.item * call.model.on_each(mesh.dims.expert_parts) / mesh.dims.parts
     host = size / mesh.num_shards / mesh.device.host_gb_s / 1e9 if call.offload_parameters else 0.0
-    return host + _gather(size, mesh, profile, ceil(call.model.layers / mesh.pp))
+    return host + _gather(size, mesh, profile, ceil(call.model.layers / mesh.dims.pp))
 
 
 def replica_sum_seconds(size: float, mesh: Mesh, figures: Figures = (WITHIN, ACROSS)) -> float:
@@ -187,8 +160,8 @@ def _reached(links: Links, profile: EngineProfile) -> Figures:
 def _optimizer_seconds(call: Call, mesh: Mesh) -> float:
     shard = mesh.num_shards if mesh.zero else 1
     experts = 0 if call.model.adapters else call.model.expert_parameters
-    shared = (call.model.trained_parameters - experts) / shard + experts / max(shard, mesh.ep)
-    parameters = shared / (mesh.tp * mesh.pp)
+    shared = (call.model.trained_parameters - experts) / shard + experts / max(shard, mesh.dims.expert_parts)
+    parameters = shared / mesh.dims.parts
     if not call.offload_optimizer:
         return elements_seconds(OPTIMIZER_BYTES * parameters, mesh.device)
     host = OPTIMIZER_BYTES * parameters * mesh.per_node / HOST_MEMORY_GB_S
@@ -203,10 +176,10 @@ def _stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> t
 
 @lru_cache(maxsize=4096)
 def _whole_stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool) -> tuple[Mapping[str, float], int]:
-    shapes = _pass_shapes(call, mesh.ep)
+    shapes = _pass_shapes(call, mesh.dims.expert_parts)
     # forward passes that recomputation adds
     repeats = {"none": 0.0, "selective": profile.repeats, "full": 1.0}[call.recompute] if training else 0.0
-    split, tiled, offloads = (mesh.tp, mesh.pp, mesh.per_node), call.tiled_mlp, call.offload_activations
+    split, tiled, offloads = (mesh.dims.tp, mesh.dims.pp, mesh.per_node), call.tiled_mlp, call.offload_activations
     stages = [
         _stage(call.model, mesh.device, mesh.links, profile, shape, split, training, repeats, tiled, offloads)
         for _, shape in shapes
@@ -215,105 +188,26 @@ def _whole_stages(call: Call, mesh: Mesh, profile: EngineProfile, training: bool
     for (times, _), stage in zip(shapes, stages, strict=True):
         for name, seconds in stage.items():
             parts[name] = parts.get(name, 0.0) + times * seconds
-    number = ceil(sum(times for times, _ in shapes))
-    if mesh.cp > 1:
-        parts["context parallel"] = sum(
-            times * (1 + repeats) * _parts_seconds(call, mesh, profile, shape, backward=False)
-            + times * training * _parts_seconds(call, mesh, profile, shape, backward=True)
-            for times, shape in shapes
-        )
-    exchanges = 1 + repeats + training
-    if exchanged := sum(times * exchanges * expert_seconds(call, mesh, shape.tokens) for times, shape in shapes):
-        parts["expert parallel"] = exchanged
-    if mesh.pp > 1:
-        parts["bubble"] = (call.updates if training else 1) * (mesh.pp - 1) * sum(stages[0].values()) / profile.chunks
-        hops = (number + mesh.pp - 1) * (2 if training else 1)
-        parts["pipeline"] = hops * _hop_seconds(call, mesh, shapes[0][1].tokens)
-    return parts, number
+    passes = PricedPasses(call, mesh, profile, shapes, training, repeats, sum(stages[0].values()))
+    for exchange in EXCHANGES.values():
+        parts |= exchange(passes)
+    return parts, passes.number
 
 
-def _pass_shapes(call: Call, ep: int) -> list[tuple[float, PassShape]]:
+def _pass_shapes(call: Call, sharers: int) -> list[tuple[float, PassShape]]:
     """Return the distinct passes of a call, the largest first, each with its number.
 
-    ep:  ranks that share the experts.
+    sharers:  ranks that share the experts.
     """
     mean = call.passes
     if mean is not None:
         head = mean.responses if call.model.head == "causal" else mean.rows
-        return [(mean.count, PassShape(mean.rows, mean.width, head, call.item, ep))]
+        return [(mean.count, PassShape(mean.rows, mean.width, head, call.item, sharers))]
     micro_rows = max(1, min(call.micro_rows, call.rows))
     full, rest = divmod(call.rows, micro_rows)
     head = min(call.mean_response, call.width) if call.model.head == "causal" else 1
     rows = [(full, micro_rows)] + ([(1, rest)] if rest else [])
-    return [(times, PassShape(each, call.width, each * head, call.item, ep)) for times, each in rows]
-
-
-def parts_traffic(call: Call, mesh: Mesh, tokens: float, backward: bool) -> tuple[Traffic, float]:
-    """Return the messages of one layer's attention in a pass of which each context-parallel rank has ``tokens``, and
-    the bytes that their copies and joins move.
-
-    Ulysses sends queries, keys and values to the ranks of their heads, and outputs back, each copied once. In a ring
-    keys and values visit all other ranks; backward their gradients in float32, too, until they are back. Each part of
-    the attention is joined with the others, two in a step of the ring and one more of a rank's own tokens.
-    """
-    model, others, item = call.model, mesh.cp - 1, call.item
-    queries, keys = (heads * model.head_dim / mesh.tp for heads in (model.heads, model.kv_heads))
-    if mesh.is_ring:
-        each, messages = others * 2 * keys * item, others
-        moved = JOINED_BYTES * queries
-        if backward:
-            each, messages = each + mesh.cp * 2 * keys * 4, messages + mesh.cp
-            moved = (4 * item + 8) * (queries + 2 * keys)
-        moved *= 2 * mesh.cp + 1
-    else:
-        repeated = lcm(max(1, model.kv_heads // mesh.tp), mesh.cp) * model.head_dim
-        each, messages = others / mesh.cp * 2 * (queries + repeated) * item, 2
-        moved = 4 * (queries + repeated) * item
-    size, within = int(tokens * each), mesh.cp * mesh.tp <= mesh.per_node
-    # over a node's border go the messages of one rank to the next, for each tensor-parallel part
-    return Traffic(size, 0 if within else size * mesh.tp, messages), tokens * moved
-
-
-def _parts_seconds(call: Call, mesh: Mesh, profile: EngineProfile, shape: PassShape, backward: bool) -> float:
-    """Return the time that exchanges add to the attention of a pass, of which each rank has ``shape``; in a ring other
-    keys and values travel while those that are there are attended to.
-    """
-    traffic, moved = parts_traffic(call, mesh, shape.tokens, backward)
-    hidden = 0.0
-    if mesh.is_ring:
-        channels = call.model.attention_features / mesh.tp
-        attention = attention_seconds(shape.rows, shape.width, channels, mesh.device, profile.attention)
-        hidden = (ATTENTION_BACKWARD if backward else 1) * attention * (mesh.cp - 1) / mesh.cp
-    exposed = max(0.0, travel_seconds(traffic, mesh.links) - hidden)
-    return call.model.layers / mesh.pp * (exposed + elements_seconds(moved, mesh.device))
-
-
-def expert_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
-    """Return the time in which ``tokens`` of a rank travel to their experts and outputs back, or as much of gradients.
-
-    As many stay as on any rank: experts are taken equally often. Of tensor-parallel ranks, which have the same tokens,
-    each sends the ones of its own experts; under sequence parallelism they have different ones, and send them to each
-    other.
-    """
-    model, ranks = call.model, mesh.ep * mesh.tp
-    others = (ranks if EngineFacts.of(call.engine).sequence_parallel else mesh.ep) - 1
-    if model.experts is None or others == 0:
-        return 0.0
-    size = int(tokens / mesh.tp * model.experts.active * model.hidden * call.item * others / (1 + others))
-    if ranks <= mesh.per_node:
-        traffic = Traffic(size, 0, others)
-    else:  # what leaves a node, of all its ranks
-        away = (ranks - mesh.per_node) / (ranks - mesh.tp)
-        traffic = Traffic(int(size * (1 - away)), int(size * away * mesh.per_node), others)
-    return 2 * model.sparse_layers / mesh.pp * travel_seconds(traffic, mesh.links)
-
-
-def _hop_seconds(call: Call, mesh: Mesh, tokens: float) -> float:
-    """Return the time of a micro-batch's activations to the next stage; each rank of a stage sends a part."""
-    size = int(call.item * call.model.hidden * tokens / mesh.tp)
-    within = mesh.between_stages * mesh.pp <= mesh.per_node
-    traffic = Traffic(size, 0) if within else Traffic(0, size * min(mesh.between_stages, mesh.per_node))
-    return travel_seconds(traffic, mesh.links)
+    return [(times, PassShape(each, call.width, each * head, call.item, sharers)) for times, each in rows]
 
 
 @lru_cache(maxsize=65536)
@@ -374,7 +268,10 @@ def _recomputed(
     """Return the time of computing a layer again under full recomputation; selective repeats a share of it."""
     if not profile.stops_early:
         return forward
-    last = layer_products(model, tp, shape.tokens, shape.ep)[-1].seconds(device, profile, shape.item) / device.sustained
+    last = (
+        layer_products(model, tp, shape.tokens, shape.sharers)[-1].seconds(device, profile, shape.item)
+        / device.sustained
+    )
     return replace(forward, products=forward.products - last)
 
 
@@ -389,7 +286,7 @@ def _tiled_again(
 ) -> LayerSeconds:
     """Return the time of computing again a layer whose MLP is in tiles: all of it, or the MLP alone where activations
     are kept; and of summing weight gradients over the tiles, each of as many tokens as hidden features."""
-    products = layer_products(model, tp, shape.tokens, shape.ep)[2:]
+    products = layer_products(model, tp, shape.tokens, shape.sharers)[2:]
     sums = TILE_SUM_BYTES * shape.tokens / model.hidden * sum(p.k * p.n for p in products) * (not model.adapters)
     if repeats:
         return forward.plus(LayerSeconds(elements=elements_seconds(sums, device)))
@@ -403,7 +300,7 @@ def layer_forward(
 ) -> LayerSeconds:
     """Return the time of one layer's forward pass on one of ``tp`` devices."""
     products = sum(
-        each.seconds(device, profile, shape.item) for each in layer_products(model, tp, shape.tokens, shape.ep)
+        each.seconds(device, profile, shape.item) for each in layer_products(model, tp, shape.tokens, shape.sharers)
     )
     channels = model.attention_features / tp
     attention = attention_seconds(shape.rows, shape.width, channels, device, profile.attention)
@@ -416,7 +313,7 @@ def layer_backward(
     model: Transformer, device: DeviceClass, profile: EngineProfile, shape: PassShape, tp: int
 ) -> LayerSeconds:
     """Return the time of the gradients of one layer's activations and, without adapters, of its weights."""
-    forward = layer_products(model, tp, shape.tokens, shape.ep)
+    forward = layer_products(model, tp, shape.tokens, shape.sharers)
     products = sum(each.of_inputs.seconds(device, profile, shape.item) for each in forward)
     if not model.adapters:
         products += sum(each.of_weights.seconds(device, profile, shape.item) for each in forward)
@@ -458,18 +355,18 @@ class Product:
 
 
 @lru_cache(maxsize=4096)
-def layer_products(model: Transformer, tp: int, tokens: float, ep: int = 1) -> tuple[Product, ...]:
+def layer_products(model: Transformer, tp: int, tokens: float, sharers: int = 1) -> tuple[Product, ...]:
     """Return the matrix products of one layer on one of ``tp`` devices: query, key and value; output; of the MLP or of
     experts up (and gate); down. Key-value heads fewer than the devices are copied.
 
-    Tokens are spread evenly over experts, of which each of ``ep`` ranks with as many tokens has a part, and each of
-    ``tp`` of that. A router's product is not counted.
+    Tokens are spread evenly over experts, of which each of ``sharers`` ranks with as many tokens has a part, and each
+    of ``tp`` of that. A router's product is not counted.
     """
     attention = _attention_products(model, tp, tokens)
     if model.experts is None:
         return attention + _mlp_products(model, tokens, model.ffn / tp)
     experts, share = model.experts, model.sparse_layers / model.layers
-    taken = experts.taken(tokens * ep) / ep
+    taken = experts.taken(tokens * sharers) / sharers
     shared = _mlp_products(model, tokens, experts.shared / tp, share=share) if experts.shared else ()
     dense = _mlp_products(model, tokens, model.ffn / tp, share=1 - share) if share < 1 else ()
     routed = _mlp_products(model, tokens * experts.active / taken, experts.ffn, taken / tp, share)
@@ -508,7 +405,7 @@ def element_bytes(model: Transformer, profile: EngineProfile, shape: PassShape, 
     heads = 2 * (model.heads + model.kv_heads) * model.head_dim / tp
     moved = profile.elements * (hidden + heads + _ffn_elements(model, tp))
     # all passes of dispatch are counted, of which an engine may have fewer
-    moved += min(1.0, profile.elements) * _dispatched(model, shape.ep, tp)
+    moved += min(1.0, profile.elements) * _dispatched(model, shape.sharers, tp)
     return shape.item * shape.tokens * moved
 
 
@@ -517,13 +414,13 @@ def _ffn_elements(model: Transformer, tp: int) -> float:
     return (3 if model.gated else 2) * model.active_ffn / tp
 
 
-def _dispatched(model: Transformer, ep: int, tp: int) -> float:
+def _dispatched(model: Transformer, sharers: int, tp: int) -> float:
     """Return the numbers that are read and written for a token as it is copied to its experts, and as their outputs are
     weighted, brought back in its order and added."""
     if model.experts is None:
         return 0.0
     own = (RANKS_DISPATCH_PASSES - WHOLE_DISPATCH_PASSES) / tp
-    passes = DISPATCH_PASSES if ep == 1 else own + WHOLE_DISPATCH_PASSES
+    passes = DISPATCH_PASSES if sharers == 1 else own + WHOLE_DISPATCH_PASSES
     return passes * model.experts.active * model.hidden * model.sparse_layers / model.layers
 
 

@@ -203,9 +203,9 @@ class CallMaker:
         epochs = self.epochs if trains else 1
         # replicas wait for each other at every update, else at the end
         fullest = list(map(max, zip(*rows, strict=True))) if trains else max(rows, key=sum)
-        cp = model.layout.dims.cp
-        if kind == "generate":  # of prompts that context-parallel ranks share
-            fullest = [-(-number // cp) for number in fullest]
+        parts = model.layout.dims.row_parts
+        if kind == "generate":  # of prompts that ranks with parts of rows share
+            fullest = [-(-number // parts) for number in fullest]
         most = sum(fullest)
         # decoding reserves memory for responses of full length
         reserved = SequenceLengths(self.longest.prompt, self.longest.response)
@@ -234,7 +234,7 @@ class CallMaker:
             offload_parameters=settings.offload_parameters,
             passes=None
             if kind == "generate"
-            else self._passes(model, shape, fullest, epochs * texts, compares).of_part(cp),
+            else self._passes(model, shape, fullest, epochs * texts, compares).of_part(parts),
             adapters_apart=shape.num_adapters_in_vllm(model.role, settings.lora) if model.rollout else 0,
             prompt_samples=self.batch.alike_rows if kind == "generate" and reads_prompts_once(model) else 1,
             pages=pages,

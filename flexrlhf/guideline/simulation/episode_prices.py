@@ -125,7 +125,7 @@ class EpisodePrices:
 
     def lanes(self, layout: Layout) -> ReplyLanes:
         """Return the processes that reply to a rank of ``layout``; ranks that share a replica's rows share these."""
-        number = self.settings.processes // layout.dp // layout.dims.cp
+        number = self.settings.processes // layout.dp // layout.dims.row_parts
         return ReplyLanes(max(1, number), self.crowding * self.times.around, self.times.is_concurrent)
 
     def followed(self, rows: int, num_alike: int) -> FollowedEpisodes:

@@ -27,7 +27,7 @@ from flexrlhf.api import (
     TextPacking,
     UserError,
 )
-from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh
+from flexrlhf.guideline.costs.cost_model import Call, Cost, CostModel, Links, Mesh, priced_dims
 from flexrlhf.guideline.costs.links import MeshSide, ModelLink, SyncWeights
 from flexrlhf.guideline.costs.relations import relation_of
 from flexrlhf.guideline.simulation.calls import (
@@ -210,24 +210,17 @@ class Pricer:
         return by_class
 
     def mesh(self, model: PlacedModel, device: DeviceClass) -> Mesh:
-        """Return the mesh of ``model``, with all replicas on devices of one class.
-
-        The stages of a rollout engine work in turn, each on its share: as long as one stage on all.
-        """
-        layout, works_in_turn = model.layout, model.rollout is not None
+        """Return the mesh of ``model``, with all replicas on devices of one class."""
         return Mesh(
             device=device,
             links=self.links(model.ranks),
-            dp=layout.dp,
-            tp=layout.dims.tp,
-            pp=1 if works_in_turn else layout.dims.pp,
+            dp=model.layout.dp,
+            dims=priced_dims(model),
             per_node=self._per_node(model),
             zero=model.settings.zero,
             stages_spread=True,
             sharded_over=model.sharded_over,
-            cp=layout.dims.cp,
             is_ring=is_ring(model, self.shape(model)),
-            ep=layout.dims.ep,
         )
 
     def _move(self, move: Move) -> Cost:
@@ -303,9 +296,7 @@ class Pricer:
 def side_of(model: PlacedModel, per_node: int) -> MeshSide:
     """Return the layout of ``model`` as one end of an exchange."""
     shards = max(map(len, model.gather_sets))
-    layout = model.layout
-    degrees = layout.dims.pp, layout.dims.cp, layout.dims.ep
-    return MeshSide(len(model.ranks), per_node, layout.dp, layout.dims.tp, model.settings.zero, shards, *degrees)
+    return MeshSide(len(model.ranks), per_node, model.layout.dp, model.layout.dims, model.settings.zero, shards)
 
 
 def is_ring(model: PlacedModel, shape: ModelShape) -> bool:
