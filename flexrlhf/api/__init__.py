@@ -32,7 +32,18 @@ if TYPE_CHECKING:
     from flexrlhf.cli.working import working
     from flexrlhf.config.algorithms.grpo import GrpoSpec
     from flexrlhf.config.algorithms.policy import PolicySpec
-    from flexrlhf.config.axes import AXES, INNER, OF_COPIES, OF_EXPERTS, OF_PARTS, OF_REPLICA, OUTER, Axis, ParallelDims
+    from flexrlhf.config.axes import (
+        AXES,
+        INNER,
+        OF_COPIES,
+        OF_EXPERTS,
+        OF_PARTS,
+        OF_REPLICA,
+        OUTER,
+        RARE,
+        Axis,
+        ParallelDims,
+    )
     from flexrlhf.config.code_checks import definitions
     from flexrlhf.config.code_loading import python_command
     from flexrlhf.config.data_settings import MOST_TOKENS

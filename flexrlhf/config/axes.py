@@ -74,6 +74,8 @@ OF_PARTS = tuple(axis for axis in AXES if axis.has_parts)
 OF_EXPERTS = tuple(axis for axis in AXES if not axis.is_in_replica)
 OF_REPLICA = OF_COPIES + OF_PARTS
 """Axes whose ranks are a replica, as texts name them."""
+RARE = OF_COPIES + OF_EXPERTS
+"""Axes along which few models have several ranks: tables and YAMLs name them only where some model has."""
 
 
 class ParallelDims(NamedTuple):

@@ -231,6 +231,10 @@ class RolloutSpec(StrictModel):
         """Degree of each axis."""
         return ParallelDims.of_settings(self)
 
+    def with_dims(self, dims: ParallelDims) -> Self:
+        """Return the settings with other degrees."""
+        return self.model_copy(update={name: getattr(dims, name) for name in self.AXES})
+
     @model_validator(mode="after")
     def _segments_have_tokens(self) -> Self:
         if self.max_segments is not None and self.segment_tokens is None:

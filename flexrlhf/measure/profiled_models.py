@@ -15,6 +15,7 @@ from flexrlhf.api import (
     ModelShape,
     ModelSpec,
     Operator,
+    ParallelDims,
     PlacedModel,
     Plan,
     Spec,
@@ -81,7 +82,7 @@ def _with_random_weights(role: str, plan: Plan, command_plans: Sequence[Plan]) -
     optimizer = model.optimizer.model_copy(update=frozen)
     # times are of sequences as long as the policy's, whose tokens stand for another tokenizer's
     plain = {"path": None, "init": init, "shadow": None, "retokenize": False, "max_text_tokens": None}
-    whole = {"tp": 1, "pp": 1, "cp": 1}
+    whole: dict[str, object] = ParallelDims()._asdict()
     whole |= dict.fromkeys(("activation_checkpointing", "offload_activations", "tiled_mlp"), False)
     return model.model_copy(update={**plain, **whole, "optimizer": optimizer})
 

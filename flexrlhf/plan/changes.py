@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from flexrlhf.config.axes import OF_PARTS, RARE, Axis
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.memory.budget import Compute
 from flexrlhf.placement.placed import PlacedModel
@@ -55,11 +56,10 @@ def changes_on(plan: Plan, rank: int) -> Iterator[SettingChange]:
         if model.is_of_operators:
             continue  # it has the settings of its role
         changes = {**_of_any_copy(model), **_smaller_batches(plan, model, rank)}
-        if "cp" in model.facts.axes and plan.lengths.of_role(model.role).are_long:
-            changes["cp"] = [2 * model.settings.cp]
         sizes = plan.shapes[model.role].sizes if model.role in plan.shapes else None
-        if "ep" in model.facts.axes and sizes is not None and sizes.experts is not None:
-            changes["ep"] = [times * model.settings.ep for times in (4, 16, 64)]
+        splits = ["tokens"] * plan.lengths.of_role(model.role).are_long
+        splits += ["experts"] * (sizes is not None and sizes.experts is not None)
+        changes |= _more_ranks(model, [axis for axis in RARE if axis.splits in splits])
         if not model.is_shadow:
             changes |= _of_role(model, has_shape=model.role in plan.shapes)
         section = f"models.{model.role}" + ".shadow" * model.is_shadow
@@ -87,10 +87,16 @@ def _of_any_copy(model: PlacedModel) -> dict[str, list[Any]]:
     return {
         "shard": ["all"] if model.is_sharded_in_nodes else [],
         "zero": [stage for stage in (1, 2, 3) if stage > settings.zero],
-        "tp": [2 * settings.tp],
-        "pp": [2 * settings.pp] if "pp" in model.facts.axes else [],
+        **_more_ranks(model, OF_PARTS),
         "dtype": ["bfloat16", "float16"] if settings.dtype == "float32" else [],
     }
+
+
+def _more_ranks(model: PlacedModel, axes: Iterable[Axis]) -> dict[str, list[Any]]:
+    """Return more ranks along those of ``axes`` that the engine has; many of which each has a part of the experts."""
+    able = (axis for axis in axes if axis.name in model.facts.axes)
+    times = {axis: (4, 16, 64) if axis.splits == "experts" else (2,) for axis in able}
+    return {axis.name: [more * model.settings.dims.of(axis) for more in each] for axis, each in times.items()}
 
 
 def _of_role(model: PlacedModel, has_shape: bool) -> dict[str, list[Any]]:

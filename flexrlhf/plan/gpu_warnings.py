@@ -35,7 +35,8 @@ def _decoding_in_lockstep(plan: Plan) -> Iterator[str]:
 
 def _shared(copy: PlacedModel) -> str:
     parts = [f"weights sharded by zero: {copy.settings.zero}"] if copy.split != "whole" else []
-    return " and ".join(parts + [f"experts on {copy.layout.dims.ep} ranks"] * (copy.layout.dims.ep > 1))
+    sharers = copy.layout.dims.expert_parts
+    return " and ".join(parts + [f"experts on {sharers} ranks"] * (sharers > 1))
 
 
 def _collectives(copy: PlacedModel, sizes: Sizes | None) -> int:
@@ -43,7 +44,7 @@ def _collectives(copy: PlacedModel, sizes: Sizes | None) -> int:
     exchanges of its experts: counts, tokens and outputs."""
     layers = 1 if sizes is None else sizes.layers
     gathered = 1 + layers if copy.settings.zero == 3 and copy.split != "whole" else 0
-    exchanged = 3 * (layers if sizes is None else sizes.sparse_layers) if copy.layout.dims.ep > 1 else 0
+    exchanged = 3 * (layers if sizes is None else sizes.sparse_layers) if copy.layout.dims.expert_parts > 1 else 0
     return 1 + gathered + exchanged
 
 

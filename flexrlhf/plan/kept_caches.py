@@ -57,8 +57,6 @@ def _obstacle(spec: Spec, model: PlacedModel, shape: ModelShape | None, lengths:
         return f"{model.engine} chooses by itself which keys and values it drops; use renewed, or engine: transformers"
     if not (spec.debug.slots and TextPacking.of(model, shape, lengths.total).in_slots):
         return f"{model.role} is decoded in waves, which have none; use renewed"
-    if model.layout.dims.cp > 1:
-        return (
-            f"{model.layout.dims.cp} context-parallel ranks of {model.role} divide the rows of each call; use renewed"
-        )
+    if (parts := model.layout.dims.row_parts) > 1:
+        return f"{parts} context-parallel ranks of {model.role} divide the rows of each call; use renewed"
     return ""

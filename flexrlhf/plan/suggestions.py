@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, islice
 
+from flexrlhf.config.axes import OF_EXPERTS, OF_REPLICA
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.strict_model import StrictModel
@@ -32,8 +33,11 @@ REPLANNED_RANKS = 4096
 COMBINED = 8
 """Changes of which two or three are tried together if none suffices alone: those that free most."""
 BY_TIME = (
-    *("bucket_mb", "kv_tokens", "sleep", "micro_batch_tokens", "generate_tokens", "zero", "shard", "ep"),
-    *("tiled_mlp", "activation_checkpointing", "offload_activations", "cp", "tp", "pp", "overlap"),
+    *("bucket_mb", "kv_tokens", "sleep", "micro_batch_tokens", "generate_tokens", "zero", "shard"),
+    *(axis.name for axis in OF_EXPERTS),
+    *("tiled_mlp", "activation_checkpointing", "offload_activations"),
+    *(axis.name for axis in OF_REPLICA),
+    "overlap",
     *("offload_optimizer", "offload_parameters"),
 )
 """Settings that leave learning as it is, by the time that they usually cost."""

@@ -311,7 +311,7 @@ def test_a_call_is_that_of_the_fullest_replica() -> None:
     found = {name: calls[0] for name, calls in asked(plan).items()}
     call, mesh = found["generate"]
     assert (call.rows, call.engine, call.prompt, call.responses, call.item) == (6, "torch", 4, (8,), 2)
-    assert (mesh.dp, mesh.tp, mesh.per_node, mesh.zero) == (4, 1, 4, 0)
+    assert (mesh.dp, mesh.dims.tp, mesh.per_node, mesh.zero) == (4, 1, 4, 0)
     call, _ = found["train_actor"]
     assert (call.rows, call.updates, call.width, call.recompute, call.engine) == (12, 2, 12, "full", "torch")
     call, _ = found["scores"]

@@ -14,7 +14,6 @@ from flexrlhf.api import (
     ModelName,
     ModelSpec,
     PlacedModel,
-    RolloutSpec,
     UserError,
     check_placed_model,
     rollout_settings,
@@ -54,8 +53,7 @@ class AllowedSettings:
             if layout is None:
                 continue
             if model.is_rollout:
-                degrees = {name: getattr(dims, name) for name in RolloutSpec.AXES}
-                rollout = self.tried.spec.rollout.model_copy(update=degrees)
+                rollout = self.tried.spec.rollout.with_dims(dims)
                 settings = rollout_settings(base, layout, self.tried.spec.model_copy(update={"rollout": rollout}))
                 placed = PlacedModel(model.name, layout, False, settings, rollout)
                 if self.is_allowed(model, mesh, placed):

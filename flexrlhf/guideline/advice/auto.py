@@ -48,8 +48,8 @@ def _is_on_cpu(spec: Spec) -> bool:
     measured."""
     cluster, models = Cluster.of(spec.cluster), [model for _, model in spec.models if model is not None]
     plain = ModelSpec()
-    measured = (plain.engine, plain.tp, plain.pp, plain.cp, plain.ep, plain.zero)
-    is_plain = [(each.engine, each.tp, each.pp, each.cp, each.ep, each.zero) == measured for each in models]
+    measured = (plain.engine, plain.dims, plain.zero)
+    is_plain = [(each.engine, each.dims, each.zero) == measured for each in models]
     return (
         spec.cluster.is_on_cpu
         and (spec.rollout.engine == "auto" or not spec.rollout.has_copy)

@@ -157,8 +157,8 @@ class FigureMaker:
     def _priced_mesh(self, placed: PlacedModel, mesh: UniformMesh) -> Mesh:
         """Return the mesh of a model as costs depend on it."""
         split, zero, shape = (placed.layout.dp, priced_dims(placed)), placed.settings.zero, self.shapes[placed.role]
-        over, rings = placed.sharded_over, is_ring(placed, shape)
-        return Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, True, over, rings)
+        spread, over = True, placed.sharded_over
+        return Mesh(mesh.device, mesh.links, *split, mesh.per_node, zero, spread, over, is_ring(placed, shape))
 
     def transfers(self, model: SearchModel, placed: PlacedModel) -> TransferBytes:
         """Return the bytes of a model's syncs and saves, of the stage that needs most."""

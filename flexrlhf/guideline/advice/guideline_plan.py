@@ -212,7 +212,7 @@ def _in_nodes(space: Space, ranks: RanksByName, stay: bool) -> Allowed:
     node_of, per_node = space.cluster.node_of, space.cluster.most_on_node
 
     def allowed(model: SearchModel, settings: ModelSpec) -> bool:
-        own, width = ranks.get(model.name) or ranks[model.role], settings.tp * settings.cp
+        own, width = ranks.get(model.name) or ranks[model.role], settings.dims.width
         starts = own[: per_node * width : width]
         is_inside = width <= per_node and all(node_of(at) == node_of(at + width - 1) for at in starts)
         return is_inside and (not stay or "generate" not in model.kinds or model.trained or settings.zero == 0)

@@ -148,8 +148,7 @@ class OptionEnumerator:
 
     def _placed_with(self, model: SearchModel, mesh: UniformMesh, settings: ModelSpec) -> PlacedModel:
         """Place the model with ``settings``."""
-        degrees = {"tp": settings.tp, "pp": settings.pp}
-        rollout = self.spec.rollout.model_copy(update=degrees) if model.is_rollout else None
+        rollout = self.spec.rollout.with_dims(settings.dims) if model.is_rollout else None
         return on_mesh(model, mesh, layout_of(mesh, settings), settings, rollout)
 
     def faster(self, model: SearchModel, mesh: UniformMesh, chosen: ModelSpec, most: float) -> Iterator[ModelSpec]:
@@ -187,7 +186,7 @@ class OptionEnumerator:
         """Yield the settings of a rollout engine with room for any number of rows, in each of its splits."""
         figures = self._figures(_by_itself(model), mesh)
         found = (sharded.placed.settings for sharded, _ in figures)
-        splits = {(settings.tp, settings.pp): settings for settings in found}
+        splits = {settings.dims: settings for settings in found}
         for settings in splits.values():
             row, most = self.spec.padded_row, max(1, self.tried.most_rows(layout_of(mesh, settings)))
             yield from (settings.model_copy(update={"generate_tokens": row * number}) for number in _spread(most))

@@ -20,6 +20,8 @@ from math import inf
 from typing import Any
 
 from flexrlhf.api import (
+    OF_PARTS,
+    RARE,
     EngineFacts,
     Layout,
     ModelName,
@@ -294,14 +296,21 @@ class OperatorSpace(Space):
         is_kept = self.sketch.is_kept(choice.part)
         own: dict[str, Any] = {"ranks": choice.ranks, "shadow": is_kept, "tp": settings.tp}
         if self.sketch.is_of_rollout(choice.part):
-            own["pp"] = None if settings.pp == self.spec.rollout.pp else settings.pp
+            stages = (axis.name for axis in OF_PARTS if axis.is_outer)
+            own |= {name: _unless(getattr(self.spec.rollout, name), getattr(settings, name)) for name in stages}
             return own
-        own |= {"zero": settings.zero, "pp": settings.pp if "pp" in settings.facts.axes else None}
-        for name in ("engine", "shard", "cp", "ep"):
-            own[name] = None if getattr(settings, name) == getattr(model, name) else getattr(settings, name)
+        own |= {axis.name: settings.dims.of(axis) for axis in OF_PARTS if axis.name in settings.facts.axes}
+        own["zero"] = settings.zero
+        for name in ("engine", "shard", *(axis.name for axis in RARE)):
+            own[name] = _unless(getattr(model, name), getattr(settings, name))
         tokens = (model.of_shadow if is_kept else model).micro_batch_tokens
-        own["micro_batch_tokens"] = None if settings.micro_batch_tokens == tokens else settings.micro_batch_tokens
+        own["micro_batch_tokens"] = _unless(tokens, settings.micro_batch_tokens)
         return own
+
+
+def _unless(usual: object, value: object) -> object:
+    """Return ``value``; None if it is the usual one."""
+    return None if value == usual else value
 
 
 @dataclass(frozen=True)

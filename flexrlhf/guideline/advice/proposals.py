@@ -7,6 +7,8 @@ from dataclasses import replace
 from fractions import Fraction
 
 from flexrlhf.api import (
+    OF_PARTS,
+    RARE,
     Cluster,
     ClusterSpec,
     ModelName,
@@ -36,8 +38,7 @@ def spec_of(space: Space, assignment: Assignment) -> Spec:
         settings = choice.option.settings
         assert isinstance(settings, ModelSpec), "options of a Space have settings"
         if name.is_rollout:
-            chosen = {"tp": settings.tp, "pp": settings.pp, "kv_tokens": settings.generate_tokens}
-            rollout = rollout.model_copy(update=chosen)
+            rollout = rollout.with_dims(settings.dims).model_copy(update={"kv_tokens": settings.generate_tokens})
         elif name.is_shadow:
             shadows[name.role] = settings
         else:
@@ -66,10 +67,10 @@ def usable_cluster(cluster: ClusterSpec, share: float, communicators: int) -> Cl
 
 def _of_shadow(settings: ModelSpec, own: ModelSpec) -> Iterator[tuple[str, object]]:
     """Yield the chosen settings of a shadow; None: the same as its role's ``own``."""
-    stages = ("pp",) if "pp" in settings.facts.axes else ()
-    for name in ("zero", "tp", *stages, "micro_batch_tokens", "generate_tokens"):
+    parts = (axis.name for axis in OF_PARTS if axis.name in settings.facts.axes)
+    for name in ("zero", *parts, "micro_batch_tokens", "generate_tokens"):
         yield name, getattr(settings, name)
-    for name in ("shard", "cp", "ep"):
+    for name in ("shard", *(axis.name for axis in RARE)):
         yield name, None if getattr(settings, name) == getattr(own, name) else getattr(settings, name)
 
 

@@ -29,7 +29,7 @@ SIZES = ("micro_batch_tokens", "generate_tokens")
 """Settings of the sizes of its passes."""
 _SAVINGS = ("activation_checkpointing", "offload_activations", "tiled_mlp", "offload_optimizer")
 OF_MODELS = (*DEGREES, *SIZES, *_SAVINGS)
-OF_ROLLOUT = ("tp", "pp", "kv_tokens")
+OF_ROLLOUT = (*RolloutSpec.AXES, "kv_tokens")
 OF_SCHEDULE = ("strategy", "lag", "num_chunks")
 OF_SYNC = ("every",)
 """Settings of models, the rollout engine, the schedule and syncs that allow fewer placements than their defaults."""

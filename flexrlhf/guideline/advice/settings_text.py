@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from flexrlhf.api import (
-    OF_COPIES,
-    OF_EXPERTS,
     OF_PARTS,
     Axis,
     ModelSpec,
@@ -49,7 +47,7 @@ def settings_table(item: FeasibleCandidate) -> list[str]:
 
 def further_axes(models: Sequence[PlacedModel]) -> list[Axis]:
     """Return the axes that few plans have, of those that any of ``models`` has several ranks along."""
-    return [axis for axis in OF_COPIES + OF_EXPERTS if any(model.layout.dims.of(axis) > 1 for model in models)]
+    return [axis for axis in RARE if any(model.layout.dims.of(axis) > 1 for model in models)]
 
 
 def _schedule(item: FeasibleCandidate) -> str:
