@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from flexrlhf.api import (
     OF_PARTS,
+    RARE,
     Axis,
     ModelSpec,
     PlacedModel,

@@ -224,8 +224,8 @@ class MeasuredCosts:
         return call.updates * hops * hop.seconds(call.item * call.model.hidden * tokens / mesh.dims.tp, 1)
 
 
-_Exchange = Callable[[MeasuredCosts, Call, Mesh, LinearTime], float]
-_EXCHANGED: Mapping[str, tuple[str, _Exchange | None]] = {
+_MeasuredPrice = Callable[[MeasuredCosts, Call, Mesh, LinearTime], float]
+_EXCHANGED: Mapping[str, tuple[str, _MeasuredPrice | None]] = {
     "tp": ("tensor parallel", MeasuredCosts._tensor_parallel),
     "pp": ("pipeline", MeasuredCosts._pipeline),
     "cp": ("context parallel", MeasuredCosts._context_parallel),
