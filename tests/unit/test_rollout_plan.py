@@ -525,4 +525,4 @@ def test_an_engine_in_place_keeps_what_its_ranks_train(tp: int, order: tuple[int
         missing = sum(
             needed[rank][name].num_elements - overlap(stored[rank][name], needed[rank][name]) for name in layers
         )
-        assert missing == split * received_share(actor.layout, tp)
+        assert missing == split * received_share(actor.layout, ParallelDims(tp))
