@@ -182,12 +182,13 @@ class RuleTable:
         for names in view.engines():
             if found := tuple(name for name in names if self._allows(view.changed({"engine": name}))):
                 return (Alternative(*place, found),)
-        along: dict[tuple[tuple[str, object], ...], list[str]] = {}
+        # by their text, since a setting may be a mapping
+        along: dict[str, tuple[tuple[tuple[str, object], ...], list[str]]] = {}
         for name in dict.fromkeys(name for names in view.engines() for name in names):
             if (further := self._further(view.changed({"engine": name}), row)) is not None:
-                along.setdefault(further, []).append(name)
-        least = min(map(len, along), default=0)
-        return [Alternative(*place, tuple(names), along=own) for own, names in along.items() if len(own) == least]
+                along.setdefault(repr(further), (further, []))[1].append(name)
+        least = min((len(own) for own, _ in along.values()), default=0)
+        return [Alternative(*place, tuple(names), along=own) for own, names in along.values() if len(own) == least]
 
     def _further(self, view: RuleView, row: _Row) -> tuple[tuple[str, object], ...] | None:
         """Return the settings that have to change, too, for a view that ``row`` allows, so that no rule refuses it;

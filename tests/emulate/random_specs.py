@@ -457,12 +457,13 @@ def coverage(specs: RandomSpecs) -> dict[str, Counter[str]]:
     """Features of the specs: feature → value → number of specs (or of Moves, for primitives)."""
     table: dict[str, Counter[str]] = {}
     for plan in specs.plans:
-        for feature, values in _features(plan).items():
+        for feature, values in features(plan).items():
             table.setdefault(feature, Counter()).update(values)
     return table
 
 
-def _features(plan: Plan) -> dict[str, list[str]]:
+def features(plan: Plan) -> dict[str, list[str]]:
+    """Return what a plan has of each feature."""
     spec, placement = plan.spec, plan.placement
     algorithm = spec.algorithm
     classes = {device.device_class for device in plan.cluster.devices}

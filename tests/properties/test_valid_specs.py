@@ -12,10 +12,10 @@ from random import Random
 from typing import Any
 
 import pytest
+from random_specs import features
 from varied_specs import VariedSpecs, make_varied_spec
 
 from flexrlhf.config.algorithms import ALGORITHMS, KINDS
-from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.presets.filling import PEERS
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
@@ -102,50 +102,32 @@ FEATURES = {
     *(f"algorithm {name}" for name in ALGORITHMS),
     *(f"like {name}" for name in PEERS),
     *(f"strategy {name}" for name in ("co-located", "interleaving", "disaggregated")),
-    *(f"placement {form}" for form in ("none", "vector", "mapping", "ranks", "row shares")),
-    *(f"engine torch zero {zero}" for zero in (0, 2, 3)),
-    *(f"engine deepspeed zero {zero}" for zero in (0, 1, 2, 3)),
-    *(f"engine megatron zero {zero}" for zero in (0, 1)),
+    *(f"placement {form}" for form in ("none", "vector of 1", "vector of 4", "mapping", "mapping with on", "ranks")),
+    *(f"engine torch-{zero}" for zero in (0, 2, 3)),
+    *(f"engine deepspeed-{zero}" for zero in (0, 1, 2, 3)),
+    *(f"engine megatron-{zero}" for zero in (0, 1)),
     *(f"source {kind}" for kind in ("ModelSource", "FunctionSource", "ServiceSource", "RuleSource")),
-    *("engine vllm", "lora", "shared base", "shadow", "tensor parallel", "stages", "evaluation", "checkpoint"),
-    *("guards", "sync period", "lag", "chunks"),
+    *("rollout same ranks, asleep", "rollout apart, inline", "adapters some", "adapters shared", "row shares unequal"),
+    *("syncs whole to whole", "tensor parallel 2", "pipeline stages 2 of a role", "evaluation with moves"),
+    *("lag 1", "chunks 2", "sections sync", "sections checkpoint", "sections guards"),
 }
 
 
 def features_of(plan: Plan) -> Iterator[str]:
-    spec, placement = plan.spec, plan.placement
-    yield f"algorithm {spec.algorithm.name}"
-    yield f"like {getattr(spec.algorithm, 'like', None)}"
-    yield f"strategy {plan.strategy}"
-    yield from (f"placement {form}" for form in _forms(spec))
-    yield from (f"engine {model.engine} zero {model.settings.zero}" for model in placement.models if not model.rollout)
-    yield from (f"source {type(source).__name__}" for source in (*(spec.reward or ()), *(spec.cost or ())))
-    ref = spec.models.ref
-    marks = {
-        "engine vllm": spec.rollout.engine == "vllm",
-        "lora": any(model.settings.lora for model in placement.models),
-        "shared base": ref is not None and ref.share is not None,
-        "shadow": bool(placement.shadows),
-        "tensor parallel": any(model.layout.dims.tp > 1 for model in placement.models),
-        "stages": any(model.layout.dims.pp > 1 for model in placement.models),
-        "evaluation": spec.eval is not None,
-        "checkpoint": spec.checkpoint.every is not None,
-        "guards": spec.guards != type(spec.guards)(),
-        "sync period": spec.sync.every > 1,
-        "lag": spec.schedule.lag > 0,
-        "chunks": spec.schedule.num_chunks > 1,
+    """Those of ``random_specs``, and of sections that its specs have not."""
+    spec = plan.spec
+    sections = [
+        *(["checkpoint"] if spec.checkpoint.every is not None else []),
+        *(["sync"] if spec.sync.every > 1 else []),
+        *(["guards"] if spec.guards != type(spec.guards)() else []),
+    ]
+    further = {
+        "like": [getattr(spec.algorithm, "like", None)],
+        "source": [type(source).__name__ for source in (*(spec.reward or ()), *(spec.cost or ()))],
+        "sections": sections,
     }
-    yield from (name for name, is_there in marks.items() if is_there)
-
-
-def _forms(spec: Spec) -> Iterator[str]:
-    if not isinstance(spec.placement, PlacementMap):
-        yield "none" if spec.placement is None else "vector"
-        return
-    for entry in spec.placement.models.values():
-        yield "ranks" if entry.ranks is not None else "mapping"
-        if entry.row_shares is not None:
-            yield "row shares"
+    for feature, values in (features(plan) | further).items():
+        yield from (f"{feature} {value}" for value in values)
 
 
 def changed_settings(value: Any) -> Iterator[str]:
