@@ -114,7 +114,7 @@ FEATURES = {
 
 
 def features_of(plan: Plan) -> Iterator[str]:
-    """Those of ``random_specs``, and of sections that its specs have not."""
+    """Features that specs of ``random_specs`` have, too, and further ones."""
     spec = plan.spec
     sections = [
         *(["checkpoint"] if spec.checkpoint.every is not None else []),
