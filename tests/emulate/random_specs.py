@@ -463,7 +463,7 @@ def coverage(specs: RandomSpecs) -> dict[str, Counter[str]]:
 
 
 def features(plan: Plan) -> dict[str, list[str]]:
-    """Return what a plan has of each feature."""
+    """Features of a plan, with its values of each."""
     spec, placement = plan.spec, plan.placement
     algorithm = spec.algorithm
     classes = {device.device_class for device in plan.cluster.devices}
