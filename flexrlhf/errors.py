@@ -65,6 +65,7 @@ class SettingError(UserError):
 
     section:   of the YAML, such as ``models.actor``.
     setting:   its name there.
+    reason:    sentence behind the key.
     alternatives:  changes of settings that the sentence names, each of which is one that works; empty: unknown.
     """
 
@@ -73,6 +74,7 @@ class SettingError(UserError):
     ) -> None:
         super().__init__(sentence)
         self.section, self.setting, self.alternatives = section, setting, alternatives
+        self.reason = sentence.removeprefix(f"{section}.{setting}: ")
 
     @classmethod
     def of(cls, section: str, setting: str, reason: str, alternatives: tuple[Alternative, ...] = ()) -> Self:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 from flexrlhf.config.axes import AXES, ParallelDims
 from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_names import FoundModel
+from flexrlhf.config.rules import YES, Rule
 from flexrlhf.config.strict_model import StrictModel, optional_fields
 from flexrlhf.config.user_paths import UserPath
 from flexrlhf.errors import UserError, shown
@@ -134,6 +135,7 @@ ModelConfig = Annotated[dict[str, Any], BeforeValidator(_named_config, json_sche
 class ModelSpec(StrictModel):
     """One role: its weights, the engine that runs it and how it is trained."""
 
+    RULES: ClassVar = (Rule("max_text_tokens", {"retokenize": YES}),)
     OF_ROUTERS: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate")
     """Settings of training the routers of a model with experts."""
     SMALL_LOGITS_MB: ClassVar[float] = 64.0
@@ -336,12 +338,6 @@ class ModelSpec(StrictModel):
     def _one_source(self) -> Self:
         if self.path is not None and self.init is not None:
             raise ValueError("path and init exclude each other: remove one")
-        return self
-
-    @model_validator(mode="after")
-    def _limit_of_texts(self) -> Self:
-        if self.max_text_tokens is not None and not self.retokenize:
-            raise ValueError("max_text_tokens goes with retokenize: true: remove it, or set data.max_prompt_tokens")
         return self
 
     @model_validator(mode="after")

@@ -253,6 +253,8 @@ class _Row:
         texts = [each.text_in(*place) for each in alternatives]
         if self.rule.words:
             texts[0] = self.rule.words
+        if refused in self.needs and self.needs[refused].excepted and not view.is_fact(refused):
+            texts.append(f"give {view.place(refused)[1]}")
         texts += [text.format_map(_Words(view, {})) for text in self.rule.further]
         reason, instead = self._reason(view, refused), _instructions(texts)
         return SettingError.of(*place, f"{reason}; {instead}", alternatives)
@@ -264,7 +266,10 @@ class _Row:
         if refused.startswith("engine."):
             lacks = f"no {rule.lacks}, found {rule.setting}" if rule.lacks else "none, found"
             return f"engine {view.settings.engine} has {lacks} {found}"
-        other = plain_value(self.getters[refused](view))
+        value, name = self.getters[refused](view), view.place(refused)[1]
+        if self.needs[refused].excepted:
+            return f"{found} needs {name}" + ("" if value is None else f", found {plain_value(value)}")
+        other = plain_value(value)
         return f"{found} goes with {view.place(refused)[1]} {self._allowed_text(view, refused)}, found {other}"
 
     def mended(self, view: RuleView, refused: str, kept: str) -> tuple[str, object] | None:
@@ -290,7 +295,7 @@ class _Row:
             works = tuple(value for value in self.rule.instead or fitting if view.offers(setting, value))
             if works:
                 yield Alternative(*view.place(setting), works, is_all=not is_other_setting)
-        if is_other_setting:
+        if is_other_setting and not self.needs[refused].excepted:
             yield Alternative(*view.place(refused), self.allowed(view, refused))
         for other, values in self.rule.also.items():
             yield Alternative(*view.place(other), values)

@@ -23,6 +23,7 @@ from flexrlhf.config.placement_settings import ClusterSpec, OperatorPlacement, P
 from flexrlhf.config.presets.filling import filled_models
 from flexrlhf.config.ratio_vector import Exact, read_vector, vector_schema
 from flexrlhf.config.reward_sources import Sources
+from flexrlhf.config.rules import Rule, but
 from flexrlhf.config.secrets import check_settings
 from flexrlhf.config.spec_problems import first_problem, written_in
 from flexrlhf.config.strict_model import StrictModel
@@ -123,6 +124,11 @@ class RolloutSpec(StrictModel):
     vllm: in its own memory; torch: on the ranks of the trained actor, in a layout of its own (a hybrid engine).
     """
 
+    RULES: ClassVar = (
+        *(Rule(name, {"segment_tokens": but(None)}) for name in ("max_segments", "groups", "caches", "late_replies")),
+        Rule("late_replies", {"order": ("free",)}),
+        Rule("max_restarts", {"process": ("child",)}),
+    )
     OFFLOADS_GRAPHS: ClassVar = "sleep_mode_offload_cudagraph"
     """Argument of vLLM by which its CUDA graphs leave the device, too, while it sleeps. By itself it keeps them there.
     """
@@ -234,32 +240,6 @@ class RolloutSpec(StrictModel):
     def with_dims(self, dims: ParallelDims) -> Self:
         """Return the settings with other degrees."""
         return self.model_copy(update={name: getattr(dims, name) for name in self.AXES})
-
-    @model_validator(mode="after")
-    def _segments_have_tokens(self) -> Self:
-        if self.max_segments is not None and self.segment_tokens is None:
-            raise ValueError(f"max_segments {self.max_segments} counts segments: give segment_tokens, or remove it")
-        if self.groups != "wait" and self.segment_tokens is None:
-            raise ValueError(f"groups: {self.groups} goes with segments: give segment_tokens, or remove it")
-        if self.caches != "renewed" and self.segment_tokens is None:
-            raise ValueError(f"caches: {self.caches} goes with segments: give segment_tokens, or remove it")
-        if self.carries_late and self.segment_tokens is None:
-            raise ValueError("late_replies: carry has a later step go on with a row: give segment_tokens, or remove it")
-        if self.carries_late and self.order != "free":
-            raise ValueError(
-                f"late_replies: carry is for rows that go on one by one, and with order: {self.order} they await their "
-                f"replies together: give order: free, or remove it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _restarts_are_of_a_child(self) -> Self:
-        if self.process == "inline" and self.max_restarts != type(self).model_fields["max_restarts"].default:
-            raise ValueError(
-                f"max_restarts {self.max_restarts} is of a child process: give process: child, or remove it; an "
-                f"engine in its rank's own process ends with the rank"
-            )
-        return self
 
     @model_validator(mode="after")
     def _settings_of_the_engine(self) -> Self:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import NoneType
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -21,6 +22,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, InitErrorDetails
 
 from flexrlhf.config.plugins import SHIPPED, Plugin, load_plugin
+from flexrlhf.config.rules import Rule, RuleTable, RuleView
 from flexrlhf.errors import nearest
 
 LEAST_SECONDS = 0.01
@@ -32,6 +34,16 @@ class StrictModel(BaseModel):
 
     # NaN in a free mapping, such as init, is written as what it is, not as null
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
+
+    RULES: ClassVar[tuple[Rule, ...]] = ()
+    """Which settings of the section go together."""
+
+    @model_validator(mode="after")
+    def _keep_rules(self) -> Self:
+        if self.RULES:
+            for error in _section_rules(type(self)).refusals(SectionView(self)):
+                raise ValueError(f"{error.setting}: {error.reason}")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -82,6 +94,28 @@ class StrictModel(BaseModel):
     @classmethod
     def _is_known(cls, key: str) -> bool:
         return key in cls._keys()
+
+
+@dataclass(frozen=True)
+class SectionView(RuleView):
+    """Subjects of the rules of one section of the YAML: its settings."""
+
+    settings: StrictModel
+
+    def place(self, setting: str) -> tuple[str, str]:
+        return "", setting
+
+
+@cache
+def _section_rules(section: type[StrictModel]) -> RuleTable:
+    """Return the table of the rules of a section."""
+
+    class OfSection(SectionView):
+        @classmethod
+        def default(cls, setting: str) -> object:
+            return section.model_fields[setting].default
+
+    return RuleTable(OfSection, section.RULES)
 
 
 def optional_fields(kind: type[BaseModel], *names: str) -> type[BaseModel]:
