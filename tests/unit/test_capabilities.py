@@ -201,24 +201,39 @@ def test_planning_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("facts", EngineFacts.all_engines(), ids=lambda facts: facts.name)
 def test_every_engine_has_a_constructor_with_all_methods(facts: EngineFacts) -> None:
-    methods = {method.name for method in _methods(facts.constructor)}
+    module, _, name = facts.constructor.partition(":")
     contract = {
         method.name
-        for method in _methods(f"{Engine.__module__}:{Engine.__name__}")
+        for method in _class(Engine.__module__, Engine.__name__).body
         # others have a default
-        if not method.name.startswith("_") and ast.unparse(method.body[-1]) == "..."
+        if isinstance(method, ast.FunctionDef)
+        and not method.name.startswith("_")
+        and ast.unparse(method.body[-1]) == "..."
     }
-    assert "generate" in contract and contract <= methods
+    assert "generate" in contract and contract <= _defined(module, name)
     assert facts.kinds and 0 in facts.zero
 
 
-def _methods(path: str) -> list[ast.FunctionDef]:
-    """Return the methods in the source of a class, whose packages need not be installed."""
-    module, _, name = path.partition(":")
-    file = Path(flexrlhf.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    body = ast.parse(file.read_text()).body
-    engine = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
-    return [node for node in engine.body if isinstance(node, ast.FunctionDef)]
+def _defined(module: str, name: str) -> set[str]:
+    """Return the names that the source of a class and its bases defines, except the contract's."""
+    if name == Engine.__name__:
+        return set()
+    found = _class(module, name)
+    names = {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+    names |= {ast.unparse(each) for node in found.body if isinstance(node, ast.Assign) for each in node.targets}
+    return names.union(*(_defined(module, ast.unparse(base)) for base in found.bases))
+
+
+def _class(module: str, name: str) -> ast.ClassDef:
+    """Return the source of a class, found through imports of the package; others need not be installed."""
+    path = Path(flexrlhf.__file__).parent.joinpath(*module.split(".")[1:])
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == name for alias in node.names):
+            return _class(node.module, name)
+    raise AssertionError(f"no class {name} in {module}")
 
 
 def test_engines_that_generate_have_settings_of_rollout() -> None:
