@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from flexrlhf.config.engines import TORCH, EngineFacts, Package
     from flexrlhf.config.environment_settings import EnvironmentSpec
     from flexrlhf.config.job_secret import JobSecret
-    from flexrlhf.config.model_names import Families, FoundModel
+    from flexrlhf.config.model_families import Families, ModelFamily
+    from flexrlhf.config.model_names import FoundModel
     from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
     from flexrlhf.config.number_settings import SettingDifference
     from flexrlhf.config.output_path import OutputPath

@@ -10,35 +10,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
+from flexrlhf.config.model_families import Families
 from flexrlhf.errors import UserError, nearest, shown
 
 Config = dict[str, Any]
-
-
-class Families:
-    """Families of models (``model_type``) by what they have in common."""
-
-    LLAMA_LIKE: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3")
-    """Dense families that are built as Llama is."""
-    WITH_EXPERTS: ClassVar[tuple[str, ...]] = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")
-    """Families with experts whose attention is built as Llama's is."""
-    SERVED: ClassVar[tuple[str, ...]] = (*LLAMA_LIKE, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
-    """Families whose tensors are mapped to the ones in files and in a rollout engine."""
-    STAGED: ClassVar[tuple[str, ...]] = (*LLAMA_LIKE, "mixtral", "qwen3_moe")
-    """Families that Megatron-Core's stages compute."""
-    SIGMOID_ROUTED: ClassVar[tuple[str, ...]] = ("glm4_moe", "deepseek_v3")
-    """Families whose experts are chosen by the sigmoid of logits plus a bias, which may balance them."""
-    WITH_SPLIT_EXPERTS: ClassVar[tuple[str, ...]] = ("mixtral", "qwen2_moe", "qwen3_moe")
-    """Families with experts that tensor-parallel ranks of torch share; OLMoE has norms over all heads."""
-    LATENT: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3")
-    """Families with experts whose keys and values are made from a latent (multi-head latent attention)."""
-    WITH_SINKS: ClassVar[tuple[str, ...]] = ("gpt_oss",)
-    """Families with experts whose heads have a sink: a logit next to those of keys, which takes a part of the
-    attention."""
-    KNOWN: ClassVar[tuple[str, ...]] = LLAMA_LIKE + WITH_EXPERTS + LATENT + WITH_SINKS
-    """Families whose parameters follow from their sizes."""
 
 
 _KEYS = (

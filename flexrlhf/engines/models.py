@@ -26,7 +26,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.config.output_settings import NO_SWITCHES, Switches
 from flexrlhf.engines.attention import BY_SEQUENCES

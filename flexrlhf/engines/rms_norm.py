@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 
 
 def use_own_norms(model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 
 _NAME = "apply_rotary_pos_emb"
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexrlhf.config.axes import ParallelDims
+from flexrlhf.config.model_families import ModelFamily
 from flexrlhf.config.model_settings import LoraSpec
 from flexrlhf.memory.attention_bytes import AttentionBytes
 from flexrlhf.weights.decoder_sizes import LatentSizes, Sizes
@@ -164,7 +165,7 @@ class Blocks:
         if self.fused:
             attention += 4 * item * sizes.head_dim
         heads = ((4 + item) * (query + key) + 4 * (sizes.heads + sizes.kv_heads)) // tp
-        if sizes.family == "olmoe":  # one norm over all heads
+        if ModelFamily.of(sizes.family).head_norms == "all heads":
             heads = (4 + item) * (query + key) + 8
         mlp = 0 if self.tiled else self._saved_by_mlp(largest)
         return norms + attention + mlp + (heads if sizes.head_norms else 0) + item * self._narrow
@@ -372,7 +373,8 @@ class Blocks:
     @property
     def _weighted_item(self) -> int:
         """Bytes of a number of experts' outputs after their weights, which Mixtral has in float32."""
-        return 4 if self.sizes.family == "mixtral" else self.item
+        layout = ModelFamily.of(self.sizes.family).experts
+        return 4 if layout is not None and layout.float32_sum else self.item
 
     def _recomputed(self, tokens: int, width: int, masks: bool) -> int:
         """Return the bytes of the backward pass itself where a layer is computed again."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 from flexrlhf.config.model_settings import Head
 from flexrlhf.config.output_settings import SaveSpec
 from flexrlhf.config.spec import SyncSpec

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import ClassVar, NamedTuple
 
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 from flexrlhf.placement.placed import PlacedModel
 from flexrlhf.weights.model_shape import ModelShape
 

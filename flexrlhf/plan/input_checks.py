@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexrlhf.config.environment_settings import BY_TEMPLATE, EnvironmentSpec
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.data.files import is_present
 from flexrlhf.data.messages import Message

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flexrlhf.config.algorithms.base import ImportanceSpec
 from flexrlhf.config.engines import EngineFacts
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.placement_settings import PlacementMap
 from flexrlhf.config.spec import RolloutSpec, Spec

@@ -9,7 +9,7 @@ from itertools import cycle, islice
 from typing import Self
 
 from flexrlhf.config.engines import Split
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families, ModelFamily
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.errors import either
 from flexrlhf.memory.packed_rows import TextPacking
@@ -215,7 +215,8 @@ class SizeFacts:
         ]
         if any(".mlp." in name for name in biases):
             return "biases in MLPs (mlp_bias)"
-        if self.decoder.family != "qwen2" and any(".self_attn." in name for name in biases):
+        family = ModelFamily.of(self.decoder.family)
+        if not (family.staged and family.is_biased) and any(".self_attn." in name for name in biases):
             return "biases in attention (attention_bias)"
         return ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from flexrlhf.config.axes import AXES
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.rules import NO, YES, Rule, RuleTable, but, listed_by, made_by, with_item
 from flexrlhf.memory.packed_rows import TextPacking

@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from flexrlhf.config.model_families import ExpertLayout, ModelFamily
 from flexrlhf.weights.parameters import ParameterName
-
-WHOLE_IN_FILES = ("gpt_oss",)
-"""Families whose files have the tensors of transformers' modules."""
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
-_MATRICES_OF: Mapping[str, tuple[str, str, str]] = {"mixtral": ("w1", "w3", "w2")}
-"""Names of gate, up and down of one expert, where they are others than ``_MATRICES``."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +29,10 @@ class FilePiece:
 
 def file_pieces(family: str, name: str, shape: tuple[int, ...]) -> Iterator[FilePiece]:
     """Yield the tensors that a parameter is in files, which together are all of it."""
-    stored = name.replace(*ParameterName.MIXTRAL_BLOCK) if family == "mixtral" else name
-    gate, up, down = _MATRICES_OF.get(family, _MATRICES)
-    if family in WHOLE_IN_FILES or not name.endswith((ParameterName.EXPERTS_IN, ParameterName.EXPERTS_OUT)):
+    layout = ModelFamily.of(family).experts or ExpertLayout("")
+    stored = name.replace(".mlp.", f".{layout.block}.")
+    gate, up, down = layout.matrices
+    if not layout.in_files or not name.endswith((ParameterName.EXPERTS_IN, ParameterName.EXPERTS_OUT)):
         yield FilePiece(stored, shape, tuple(map(range, shape)))
         return
     rows_of_all = shape[1]

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import (
+    EXPERT_NUMBERS,
+    FAMILIES,
+    GROUPS,
+    LATENT_SIZES,
+    ExpertLayout,
+    ModelFamily,
+)
 from flexrlhf.errors import shown
 from flexrlhf.weights.decoder_sizes import ExpertSizes, LatentSizes, Sizes
 from flexrlhf.weights.parameters import ParameterName
@@ -28,132 +35,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
 }
-"""Defaults of transformers for sizes that a config leaves out; below, by family."""
-_QWEN_EXPERTS: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 24,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-_LATENT: dict[str, Any] = {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-}
-_GROUPS = ("n_group", "topk_group")
-"""Settings with the groups of experts of a layer, and how many of them a token's experts are in."""
-_DEFAULTS_OF: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"intermediate_size": 14336, "num_key_value_heads": 8},
-    "qwen2": {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32},
-    "qwen3": {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128},
-    "mixtral": {
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "olmoe": {
-        "vocab_size": 50304,
-        "hidden_size": 2048,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-    },
-    "qwen2_moe": _QWEN_EXPERTS
-    | {
-        "intermediate_size": 5632,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-    },
-    "qwen3_moe": _QWEN_EXPERTS
-    | {
-        "intermediate_size": 6144,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
-    "gpt_oss": {
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "attention_bias": True,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-    },
-    "glm4_moe": {
-        "vocab_size": 151552,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "moe_intermediate_size": 1408,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 1,
-        **dict.fromkeys(_GROUPS, 1),
-    },
-    "deepseek_v2": _LATENT
-    | {
-        "vocab_size": 102400,
-        "moe_intermediate_size": 1407,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 0,
-    },
-    "deepseek_v3": _LATENT
-    | {
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "topk_group": 4,
-    },
-}
-_WINDOWS = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen2_moe": 4096, "qwen3_moe": 4096, "gpt_oss": 128}
-"""Windows of transformers for configs that leave them out."""
-_SWITCHED_WINDOWS = frozenset({"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"})
-"""Families with a window only where ``use_sliding_window`` is set."""
-_MAY_BE_BIASED = frozenset({"llama", "qwen3", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss"})
-"""Families whose attention has biases where ``attention_bias`` is set, also of its output, but for ``glm4_moe``."""
-_WITH_HEAD_NORMS = frozenset({"qwen3", "qwen3_moe", "olmoe"})
-_EXPERT_KEYS: dict[str, tuple[str, str]] = {
-    "mixtral": ("num_local_experts", "intermediate_size"),
-    "gpt_oss": ("num_local_experts", "intermediate_size"),
-    "olmoe": ("num_experts", "intermediate_size"),
-    "qwen2_moe": ("num_experts", "moe_intermediate_size"),
-    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
-    **dict.fromkeys(("glm4_moe", *Families.LATENT), ("n_routed_experts", "moe_intermediate_size")),
-}
-"""Settings with the number of routed experts and the inner size of one, by family."""
-_OTHER_NUMBER = {
-    **dict.fromkeys(("mixtral", "deepseek_v2", "gpt_oss"), "num_experts"),
-    **dict.fromkeys(("olmoe", "qwen3_moe", "glm4_moe", "deepseek_v3"), "num_local_experts"),
-}
-"""Second name of the number of routed experts that transformers reads, by family."""
+"""Defaults of transformers for sizes that a config leaves out, where the family has no others."""
 _OPTIONAL = (
     *("num_key_value_heads", "head_dim", "num_experts_per_tok", "use_qk_norm"),
     *("max_position_embeddings", "tie_word_embeddings"),
@@ -166,17 +48,17 @@ _FIRST_DENSE = "first_k_dense_replace"
 def known_keys(family: str) -> tuple[str, ...]:
     """Return the settings of a config that the parameters of a known family follow from."""
     # a dense family with experts is refused as one
-    is_dense = family not in _EXPERT_KEYS
-    numbers = [key for key, _ in _EXPERT_KEYS.values()] if is_dense else _OTHER_NUMBER.get(family, "").split()
-    return (*_DEFAULTS, *_DEFAULTS_OF[family], *numbers, *_OPTIONAL)
+    known = ModelFamily.of(family)
+    numbers = EXPERT_NUMBERS if known.experts is None else known.experts.other.split()
+    return (*_DEFAULTS, *known.sizes, *numbers, *_OPTIONAL)
 
 
 def attention_window(config: Mapping[str, Any]) -> int | None:
     """Return the tokens that sliding attention of a model reaches back, as transformers reads its config; None: all."""
-    kind = config.get("model_type")
-    if kind in _SWITCHED_WINDOWS and not config.get("use_sliding_window"):
+    family = ModelFamily.of(str(config.get("model_type")))
+    if family.has_switch and not config.get("use_sliding_window"):
         return None
-    window = config.get("sliding_window", _WINDOWS.get(str(kind)))
+    window = config.get("sliding_window", family.window)
     return window if isinstance(window, int) else None
 
 
@@ -200,21 +82,22 @@ def model_sizes(config: Mapping[str, Any]) -> Sizes | None:
     if _wrong_size(known) is not None:
         return None
     vocabulary, hidden, ffn, layers, heads = (int(known[key]) for key in _DEFAULTS)
-    latent = _latent(known) if kind in Families.LATENT else None
+    family = ModelFamily.of(kind)
+    latent = _latent(known) if family.attention == "latent" else None
     kv_heads = heads if latent is not None else int(known.get("num_key_value_heads") or heads)
     head_dim = latent.rotary + latent.plain if latent is not None else int(known.get("head_dim") or hidden // heads)
     return Sizes(
         *(layers, hidden, ffn, heads, kv_heads, head_dim, vocabulary),
         family=kind,
-        experts=_experts(kind, known, layers),
+        experts=_experts(family.experts, known, layers),
         latent=latent,
-        head_norms=kind in _WITH_HEAD_NORMS or (kind == "glm4_moe" and bool(known.get("use_qk_norm"))),
-        sinks=kind in Families.WITH_SINKS,
+        head_norms=bool(family.head_norms and known.get(family.head_norms, family.head_norms != "use_qk_norm")),
+        sinks=family.attention == "sinks",
     )
 
 
 def _latent(known: Mapping[str, Any]) -> LatentSizes:
-    query, *others = (int(known[key] or 0) for key in _LATENT)
+    query, *others = (int(known[key] or 0) for key in LATENT_SIZES)
     return LatentSizes(query, *others)
 
 
@@ -224,21 +107,20 @@ def hidden_size(config: Mapping[str, Any]) -> int:
 
 
 def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    kind = str(config["model_type"])
-    if kind not in Families.KNOWN:
+    family = FAMILIES.get(str(config["model_type"]))
+    if family is None:
         return dict(config)
-    known = {**_DEFAULTS, **_DEFAULTS_OF[kind], **config}
-    other = _OTHER_NUMBER.get(kind)
-    if other is not None and other in config:
-        known[_EXPERT_KEYS[kind][0]] = config[other]
+    known = {**_DEFAULTS, **family.sizes, **config}
+    if family.experts is not None and family.experts.other in config:
+        known[family.experts.number] = config[family.experts.other]
     return known
 
 
-def _experts(kind: str, known: Mapping[str, Any], layers: int) -> ExpertSizes | None:
+def _experts(layout: ExpertLayout | None, known: Mapping[str, Any], layers: int) -> ExpertSizes | None:
     """Return the experts of a family that has them; None for others, and where no layer has any."""
-    if kind not in _EXPERT_KEYS:
+    if layout is None:
         return None
-    number, ffn = (int(known[key]) for key in _EXPERT_KEYS[kind])
+    number, ffn = int(known[layout.number]), int(known[layout.ffn])
     step = known.get("decoder_sparse_step", 1)
     dense = {*(known.get("mlp_only_layers") or ()), *(i for i in range(layers) if (i + 1) % step)}
     dense |= {*range(int(known.get(_FIRST_DENSE) or 0))}
@@ -256,9 +138,10 @@ _CAPACITIES = ("capacity_factor", "expert_capacity", "moe_capacity_factor", "moe
 def _wrong_size(config: Mapping[str, Any]) -> str | None:
     """Return which size of a model is invalid, and which values are valid; None if all are."""
     optional = [key for key in ("num_key_value_heads", "head_dim") if config.get(key)]
-    experts = _EXPERT_KEYS.get(str(config.get("model_type")), ())
-    latent = [key for key in _LATENT if config.get("model_type") in Families.LATENT and config.get(key) is not None]
-    groups = _GROUPS if config.get("model_type") in Families.SIGMOID_ROUTED else ()
+    family = ModelFamily.of(str(config.get("model_type")))
+    experts = () if family.experts is None else (family.experts.number, family.experts.ffn)
+    latent = [key for key in LATENT_SIZES if family.attention == "latent" and config.get(key) is not None]
+    groups = GROUPS if family.experts is not None and family.experts.router_bias else ()
     keys = (*_DEFAULTS, *optional, *experts, *(("num_experts_per_tok",) if experts else ()), *latent, *groups)
     most_of = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(experts[:1], MOST_EXPERTS)}
     for key in keys:
@@ -280,7 +163,7 @@ def _wrong_size(config: Mapping[str, Any]) -> str | None:
 def _wrong_groups(config: Mapping[str, Any]) -> str | None:
     """Return which number of groups of experts is invalid, as ``_wrong_size``."""
     experts, active = config["n_routed_experts"], config["num_experts_per_tok"]
-    groups, taken = (config[key] for key in _GROUPS)
+    groups, taken = (config[key] for key in GROUPS)
     if experts % groups or experts < 2 * groups:
         return f"n_group {groups}: expected groups of equally many of the {experts} experts, at least 2 in each"
     if taken > groups:
@@ -312,7 +195,7 @@ def decoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         is_sparse = sizes.experts is not None and index not in sizes.experts.dense
         mlp = _expert_shapes(sizes, sizes.experts) if is_sparse and sizes.experts else _mlp_shapes(hidden, sizes.ffn)
         shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in mlp.items()}
-        if sizes.family in ("llama", "deepseek_v2") and config.get("mlp_bias"):
+        if ModelFamily.of(sizes.family).mlp_bias and config.get("mlp_bias"):
             shapes |= {
                 f"{name.removesuffix('weight')}bias": (shape[0],)
                 for name, shape in [*shapes.items()]
@@ -332,7 +215,7 @@ def _check_heads(sizes: Sizes, known: Mapping[str, Any]) -> None:
         )
     if sizes.heads % sizes.kv_heads:
         raise ValueError(f"num_attention_heads {sizes.heads} is no multiple of num_key_value_heads {sizes.kv_heads}")
-    if sizes.family in ("llama", "deepseek_v2") and sizes.hidden % sizes.heads:
+    if ModelFamily.of(sizes.family).even_heads and sizes.hidden % sizes.heads:
         raise ValueError(f"hidden_size {sizes.hidden} is no multiple of num_attention_heads {sizes.heads}")
     if sizes.latent is not None and sizes.latent.rotary % 2:
         raise ValueError(f"qk_rope_head_dim {sizes.latent.rotary}: expected an even number")
@@ -344,20 +227,19 @@ def _attention_shapes(sizes: Sizes, config: Mapping[str, Any]) -> dict[str, tupl
     """Return the shapes of the parameters of one layer's attention."""
     if sizes.latent is not None:
         return _latent_shapes(sizes, sizes.latent, bool(config.get("attention_bias")))
-    kind, hidden = sizes.family, sizes.hidden
+    family, hidden = ModelFamily.of(sizes.family), sizes.hidden
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    has_bias = bool(kind in _MAY_BE_BIASED and config.get("attention_bias"))
-    reads_biased = has_bias or kind == "qwen2" or (kind == "qwen2_moe" and config.get("qkv_bias", True))
+    has_bias = config.get(family.bias, family.is_biased) if family.bias else family.is_biased
     shapes: dict[str, tuple[int, ...]] = {"o_proj.weight": (hidden, queries)}
     for name, width in (("q", queries), ("k", keys), ("v", keys)):
         shapes[f"{name}_proj.weight"] = (width, hidden)
-        if reads_biased:
+        if has_bias:
             shapes[f"{name}_proj.bias"] = (width,)
-    if has_bias and kind != "glm4_moe":
+    if has_bias and family.output_bias:
         shapes["o_proj.bias"] = (hidden,)
     if sizes.sinks:
         shapes["sinks"] = (sizes.heads,)
-    if kind == "olmoe":
+    if family.head_norms == "all heads":
         shapes |= {"q_norm.weight": (hidden,), "k_norm.weight": (hidden // sizes.heads * sizes.kv_heads,)}
     elif sizes.head_norms:
         shapes |= {f"{name}_norm.weight": (sizes.head_dim,) for name in ("q", "k")}
@@ -395,7 +277,7 @@ def _mlp_shapes(hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
 def _expert_shapes(sizes: Sizes, experts: ExpertSizes) -> dict[str, tuple[int, ...]]:
     """Return the shapes of router, routed experts and shared ones of a layer."""
     hidden = sizes.hidden
-    if sizes.family == "gpt_oss":  # gate and up in turn, matrices transposed
+    if sizes.sinks:  # gate and up in turn, matrices transposed
         number, features = experts.number, 2 * experts.ffn
         return {
             "router.weight": (number, hidden),
@@ -410,9 +292,11 @@ def _expert_shapes(sizes: Sizes, experts: ExpertSizes) -> dict[str, tuple[int, .
         "experts.gate_up_proj": (experts.number, 2 * experts.ffn, hidden),
         "experts.down_proj": (experts.number, hidden, experts.ffn),
     }
-    if sizes.family in Families.SIGMOID_ROUTED:
+    layout = ModelFamily.of(sizes.family).experts
+    assert layout is not None, "a family with experts"
+    if layout.router_bias:
         shapes[f"gate{ParameterName.ROUTER_BIAS}"] = (experts.number,)
-    is_gated = sizes.family == "qwen2_moe"
+    is_gated = layout.gates_shared
     if experts.shared:
         name_of_shared = "shared_expert" if is_gated else "shared_experts"
         shapes |= {f"{name_of_shared}.{name}": size for name, size in _mlp_shapes(hidden, experts.shared).items()}

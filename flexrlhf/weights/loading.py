@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.errors import UserError, is_exhaustion, nearest
 from flexrlhf.weights.shapes import read_config

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import EXPERT_NUMBERS, WITHOUT_EXPERTS, Families
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.config.user_paths import instead_of
 from flexrlhf.errors import UserError, nearest
@@ -29,9 +29,6 @@ from flexrlhf.weights.model_files import StoredTensors
 from flexrlhf.weights.model_shape import ModelShape
 from flexrlhf.weights.parameters import ParameterName
 from flexrlhf.weights.stored_model import StoredModel
-
-WITHOUT_EXPERTS = ("granitemoe", "granitemoehybrid", "granitemoeshared")
-"""Families with experts that may have none."""
 
 
 def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
@@ -60,7 +57,7 @@ def read_config(role: str, model: ModelSpec) -> dict[str, Any]:
         where = f"models.{role}.init" if model.init is not None else f"models.{role}.path {model.path}: its config.json"
         raise UserError(f"{where} has {wrong}")
     mixtures = [family for family in Families.KNOWN if family not in Families.LLAMA_LIKE]
-    experts = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
+    experts = next((key for key in EXPERT_NUMBERS if config.get(key)), None)
     if not experts and config["model_type"] in WITHOUT_EXPERTS and config.get("num_local_experts") == 0:
         raise UserError(
             f"models.{role}: {config['model_type']} is not supported, with experts or, as here, without; use a model "

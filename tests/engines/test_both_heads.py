@@ -27,7 +27,7 @@ from small_models import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 from flexrlhf.config.model_settings import Head, LoraSpec, ModelSpec
 from flexrlhf.engines.base import Batch, Loss, Moments, Outputs, Totals
 from flexrlhf.engines.models import load_model

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.engines.attention import BY_SEQUENCES
 from flexrlhf.engines.models import compile_layers, load_model, use_kernels

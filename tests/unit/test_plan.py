@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from small_runs import TINY, plan_of, spec_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from flexrlhf.config.model_names import Families
+from flexrlhf.config.model_families import Families
 from flexrlhf.config.model_settings import Head, ModelSpec
 from flexrlhf.engines.router_biases import router_biases
 from flexrlhf.errors import UserError

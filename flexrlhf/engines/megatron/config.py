@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
-from flexrlhf.api import ModelSpec, PlacedModel, Sizes
+from flexrlhf.api import ModelFamily, ModelSpec, PlacedModel, Sizes
 from flexrlhf.api.engine import DTYPES
 
 KERNELS = {
@@ -44,8 +44,8 @@ def transformer_config(placed: PlacedModel, sizes: Sizes, config: Any) -> Transf
         gated_linear_unit=True,
         activation_func=silu,
         add_bias_linear=False,
-        add_qkv_bias=sizes.family == "qwen2",
-        qk_layernorm=sizes.family in ("qwen3", "qwen3_moe"),
+        add_qkv_bias=ModelFamily.of(sizes.family).is_biased,
+        qk_layernorm=sizes.head_norms,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.dims.tp,
