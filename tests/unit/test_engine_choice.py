@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from small_runs import plan_of, spec_of
 
+from flexrlhf.config.model_families import Families
 from flexrlhf.config.model_settings import ModelSpec
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.spec_file import load_spec
 from flexrlhf.config.yaml_io import read_yaml
-from flexrlhf.errors import UserError
+from flexrlhf.errors import UserError, either
 from flexrlhf.guideline.advice.advise import advise
 from flexrlhf.guideline.advice.advised_yaml import write_advised
 from flexrlhf.guideline.advice.operator_space import advise_operators
@@ -71,7 +72,7 @@ SERVED = "all devices are A100-80G, and it serves llama models"
             None,
             (A100, GPT2),
             "transformers",
-            "vllm serves llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, olmoe or gpt_oss models",
+            f"vllm serves {either(Families.SERVED)} models",
         ),
         (None, (A100, *SHARED), "transformers", "the actor also computes values"),
         (SIX, (A100, SHADOW), "transformers", "models.actor.shadow is the copy that generates"),
