@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from flexrlhf.config.algorithms.policy import PolicySpec
     from flexrlhf.config.axes import (
         AXES,
-        INNER,
         OF_COPIES,
         OF_EXPERTS,
         OF_PARTS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -111,6 +112,10 @@ class ParallelDims(NamedTuple):
         """Return the degrees with one rank along each of ``axes``."""
         return self._replace(**{axis.name: 1 for axis in axes})
 
+    def neighbours(self, crossing: tuple[str, ...]) -> int:
+        """Return the number of ranks that must share a node, but for the axes that may cross nodes."""
+        return _neighbours(self, crossing)
+
     def text(self, axes: Iterable[Axis] = AXES) -> str:
         """Return the degrees above 1, as texts list them."""
         return ", ".join(f"{axis.name} {self.of(axis)}" for axis in self.several(axes))
@@ -118,24 +123,45 @@ class ParallelDims(NamedTuple):
     @property
     def width(self) -> int:
         """Ranks of a replica between which no other replica lies."""
-        return self.product(INNER)
+        return _products(self).width
 
     @property
     def replica(self) -> int:
         """Ranks of a replica."""
-        return self.product(OF_REPLICA)
+        return _products(self).replica
 
     @property
     def parts(self) -> int:
         """Ranks that together have one copy of the weights, whatever experts they share with others."""
-        return self.product(OF_PARTS)
+        return _products(self).parts
 
     @property
     def row_parts(self) -> int:
         """Ranks that share the tokens of every row."""
-        return self.product(OF_COPIES)
+        return _products(self).row_parts
 
     @property
     def expert_parts(self) -> int:
         """Copies of the weights that share the experts."""
-        return self.product(OF_EXPERTS)
+        return _products(self).expert_parts
+
+
+class _Products(NamedTuple):
+    """Products of degrees, as the properties of ``ParallelDims`` have them."""
+
+    width: int
+    replica: int
+    parts: int
+    row_parts: int
+    expert_parts: int
+
+
+@lru_cache(maxsize=4096)
+def _products(dims: ParallelDims) -> _Products:
+    # searches read them several hundred thousand times, of few degrees
+    return _Products(*map(dims.product, (INNER, OF_REPLICA, OF_PARTS, OF_COPIES, OF_EXPERTS)))
+
+
+@lru_cache(maxsize=4096)
+def _neighbours(dims: ParallelDims, crossing: tuple[str, ...]) -> int:
+    return dims.product(axis for axis in INNER if axis.near and axis.name not in crossing)

@@ -132,6 +132,10 @@ def _named_config(value: Any) -> Any:
 ModelConfig = Annotated[dict[str, Any], BeforeValidator(_named_config, json_schema_input_type=dict[str, Any] | str)]
 
 
+_CROSSING = tuple((axis.name, key, value) for axis in AXES for key, value in axis.crosses_with)
+"""Axis, and a setting with the value with which its ranks need not share a node."""
+
+
 class ModelSpec(StrictModel):
     """One role: its weights, the engine that runs it and how it is trained."""
 
@@ -307,7 +311,7 @@ class ModelSpec(StrictModel):
     @property
     def crossing_axes(self) -> tuple[str, ...]:
         """Axes whose ranks, by its settings, need not share a node."""
-        return tuple(each.name for each in AXES if any(getattr(self, key) == value for key, value in each.crosses_with))
+        return tuple(name for name, key, value in _CROSSING if getattr(self, key) == value)
 
     @property
     def item_bytes(self) -> int:

@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from flexrlhf.api import (
-    INNER,
     BatchShape,
     Layout,
     ModelName,
@@ -253,7 +252,7 @@ def lies_in_nodes(option: Option, model: SearchModel, shape: MeshShape) -> bool:
         return True
     side, settings = option.layout, option.settings
     assert isinstance(side, MeshSide) and isinstance(settings, ModelSpec), "options of a Space have both"
-    near = side.dims.product(axis for axis in INNER if axis.near and axis.name not in settings.crossing_axes)
+    near = side.dims.neighbours(settings.crossing_axes)
     is_near = shape.unit % near == 0 or (model.is_rollout and shape.is_whole and near % shape.per_node == 0)
     return is_near and (settings.shard != "node" or shape.is_even)
 
