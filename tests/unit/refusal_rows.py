@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from small_runs import PPO
 
+from flexrlhf.config.algorithms import ALGORITHMS
 from flexrlhf.config.spec import Spec
 from flexrlhf.config.yaml_io import read_settings
 from flexrlhf.errors import UserError
@@ -28,6 +29,8 @@ HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
 FOLDER = HERE / "refusals"
 COMMANDS = HERE / "refused_commands.yaml"
+LISTED = "<ALGORITHMS>", ", ".join(ALGORITHMS)
+"""All algorithms, as the files name them and as sentences list them: a new one changes no row."""
 LONGEST = 150
 """Characters of a row's name."""
 Raw = dict[str, Any]
@@ -130,7 +133,8 @@ def write_sentence(path: Path, index: int, sentence: str) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         lines = file.read().splitlines(keepends=True)
         numbers = [number for number, line in enumerate(lines) if line.startswith("  sentence: ")]
-        lines[numbers[index]] = f"  sentence: {json.dumps(sentence, ensure_ascii=False)}\n"
+        written = sentence.replace(*reversed(LISTED))
+        lines[numbers[index]] = f"  sentence: {json.dumps(written, ensure_ascii=False)}\n"
         file.seek(0)
         file.write("".join(lines))
         file.truncate()
@@ -150,7 +154,7 @@ def all_rows() -> Iterator[RefusalRow]:
             for base, rows in read_settings(file.read_text()).items():
                 for row in rows:
                     more = {"device": row.get("device", ""), "lacking": tuple(row.get("lacking", ()))}
-                    yield RefusalRow(file.stem, base, row["set"], row["sentence"], index, **more)
+                    yield RefusalRow(file.stem, base, row["set"], row["sentence"].replace(*LISTED), index, **more)
                     index += 1
 
 
