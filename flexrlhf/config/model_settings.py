@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Mapping
+from operator import attrgetter
 from os.path import realpath
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -132,6 +133,7 @@ def _named_config(value: Any) -> Any:
 ModelConfig = Annotated[dict[str, Any], BeforeValidator(_named_config, json_schema_input_type=dict[str, Any] | str)]
 
 
+_degrees = attrgetter(*ParallelDims._fields)
 _CROSSING = tuple((axis.name, key, value) for axis in AXES for key, value in axis.crosses_with)
 """Axis, and a setting with the value with which its ranks need not share a node."""
 
@@ -306,7 +308,7 @@ class ModelSpec(StrictModel):
     @property
     def dims(self) -> ParallelDims:
         """Degree of each axis."""
-        return ParallelDims.of_settings(self)
+        return ParallelDims(*_degrees(self))
 
     @property
     def crossing_axes(self) -> tuple[str, ...]:

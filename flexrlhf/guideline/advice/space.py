@@ -252,7 +252,9 @@ def lies_in_nodes(option: Option, model: SearchModel, shape: MeshShape) -> bool:
         return True
     side, settings = option.layout, option.settings
     assert isinstance(side, MeshSide) and isinstance(settings, ModelSpec), "options of a Space have both"
-    near = side.dims.neighbours(settings.crossing_axes)
+    near = side.dims.width
+    if shape.unit % near:
+        near = side.dims.neighbours(settings.crossing_axes)
     is_near = shape.unit % near == 0 or (model.is_rollout and shape.is_whole and near % shape.per_node == 0)
     return is_near and (settings.shard != "node" or shape.is_even)
 

@@ -168,7 +168,11 @@ class Mesh:
     is_ring: bool = False
 
     def __hash__(self) -> int:
-        # of a few fields: meshes are keys of tables
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Hash of a few fields, computed once: meshes are keys of tables."""
         return hash((self.dp, self.dims, self.zero))
 
     @cached_property
