@@ -54,7 +54,7 @@ class Alternative:
         """Return the change in words, at the end of a sentence that begins with a setting."""
         values = either(map(plain_value, self.values))
         if self.along:
-            values += " with " + " and ".join(f"{name} {plain_value(value)}" for name, value in self.along)
+            values += " with " + either((f"{name} {plain_value(value)}" for name, value in self.along), "and")
         if (self.section, self.setting) == (section, setting):
             return values
         return f"{self.setting} {values}" if self.section == section else f"{self.section}.{self.setting}: {values}"
@@ -150,10 +150,10 @@ def some_of(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(listed[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def either(choices: Iterable[object]) -> str:
-    """Return the choices as ``1, 2 or 4``."""
+def either(choices: Iterable[object], word: str = "or") -> str:
+    """Return the choices as ``1, 2 or 4``. ``word``: between the last two."""
     *most, last = map(str, choices)
-    return f"{', '.join(most)} or {last}" if most else last
+    return f"{', '.join(most)} {word} {last}" if most else last
 
 
 def shown(value: Any) -> str:

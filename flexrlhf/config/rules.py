@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -63,6 +64,15 @@ class RuleView:
     def changed(self, changes: Mapping[str, object]) -> Self:
         """Return the view with other values of settings."""
         raise NotImplementedError
+
+
+def with_values(settings: Any, changes: Mapping[str, object]) -> Any:
+    """Return a section of the YAML with other values by name, such as ``optimizer.name``; they are not checked."""
+    for name, value in changes.items():
+        own, _, rest = name.partition(".")
+        new = with_values(getattr(settings, own), {rest: value}) if rest else value
+        settings = settings.model_copy(update={own: new})
+    return settings
 
 
 @dataclass(frozen=True)
@@ -174,10 +184,13 @@ class RuleTable:
         """Yield the errors of all rules that refuse ``view``."""
         for row in self._rows:
             if (refused := row.refused(view)) is not None:
-                yield row.error(view, refused, self._engines(view, row) if row.reads_engine else ())
+                yield row.error(view, refused, partial(self._works, view, row), self._engines(view, row))
 
     def _engines(self, view: RuleView, row: _Row) -> Iterable[Alternative]:
-        """Return other engines with which no rule refuses the view, else the ones that need one setting more for it."""
+        """Return other engines with which no rule refuses the view, else the ones that need fewest settings more for
+        it; none for a row that does not depend on the engine."""
+        if not row.reads_engine:
+            return ()
         place = view.place("engine")
         for names in view.engines():
             if found := tuple(name for name in names if self._allows(view.changed({"engine": name}))):
@@ -208,6 +221,16 @@ class RuleTable:
 
     def _allows(self, view: RuleView) -> bool:
         return all(row.refused(view) is None for row in self._rows)
+
+    def _works(self, view: RuleView, row: _Row, setting: str, value: object) -> bool:
+        """Return whether no rule about the setting of ``row`` refuses the view with another value of a setting, and no
+        other rule that allows it now."""
+        changed = view.changed({setting: value})
+        is_refused = (
+            each.refused(changed) is not None and (each.rule.setting == row.rule.setting or each.refused(view) is None)
+            for each in self._rows
+        )
+        return view.offers(setting, value) and not any(is_refused)
 
 
 class _Row:
@@ -245,19 +268,29 @@ class _Row:
                 return subject
         return None
 
-    def error(self, view: RuleView, refused: str, engines: Iterable[Alternative]) -> SettingError:
-        """Return the error of a view whose value of the subject ``refused`` is not allowed. ``engines``: alternatives
-        by another engine."""
-        place = view.place(self.rule.setting)
-        alternatives = tuple(self._alternatives(view, refused, engines))
-        texts = [each.text_in(*place) for each in alternatives]
-        if self.rule.words:
-            texts[0] = self.rule.words
+    def error(
+        self, view: RuleView, refused: str, works: Callable[[str, object], bool], engines: Iterable[Alternative]
+    ) -> SettingError:
+        """Return the error of a view whose value of the subject ``refused`` is not allowed.
+
+        works:    whether a value of a setting mends the refusal, and leads to no other.
+        engines:  alternatives by another engine.
+        """
+        place, own = view.place(self.rule.setting), self._own_alternatives(view, refused, works)
+        others = (*self._other_alternatives(view, refused, works), *engines)
+        texts = [self.rule.words] if self.rule.words else [each.text_in(*place) for each in own]
+        texts += [each.text_in(*place) for each in others]
         if refused in self.needs and self.needs[refused].excepted and not view.is_fact(refused):
             texts.append(f"give {view.place(refused)[1]}")
         texts += [text.format_map(_Words(view, {})) for text in self.rule.further]
-        reason, instead = self._reason(view, refused), _instructions(texts)
-        return SettingError.of(*place, f"{reason}; {instead}", alternatives)
+        texts = texts or self._partial(view)
+        return SettingError.of(*place, "; ".join([self._reason(view, refused), *_instructions(texts)]), (*own, *others))
+
+    def _partial(self, view: RuleView) -> list[str]:
+        """Return the engines with which this rule allows a view that other rules refuse with any of them."""
+        names = dict.fromkeys(name for names in view.engines() for name in names)
+        fitting = [name for name in names if self.refused(view.changed({"engine": name})) is None]
+        return [f"engine {either(fitting)} with other settings"] if fitting else []
 
     def _reason(self, view: RuleView, refused: str) -> str:
         rule, found = self.rule, plain_value(self.getters[self.rule.setting](view))
@@ -287,19 +320,31 @@ class _Row:
     def _allowed_text(self, view: RuleView, subject: str) -> str:
         return either(map(plain_value, self.allowed(view, subject)))
 
-    def _alternatives(self, view: RuleView, refused: str, engines: Iterable[Alternative]) -> Iterator[Alternative]:
-        """Yield the changes of settings with which the rule allows the view."""
+    def _own_alternatives(
+        self, view: RuleView, refused: str, works: Callable[[str, object], bool]
+    ) -> tuple[Alternative, ...]:
+        """Return the values of the rule's setting with which it allows the view; nothing, or one alternative."""
         setting, is_other_setting = self.rule.setting, refused != self.rule.setting and not self._view.is_fact(refused)
-        if setting != "engine" or self.rule.instead:
-            fitting = self.allowed(view, setting) if refused == setting else (self._view.default(setting),)
-            works = tuple(value for value in self.rule.instead or fitting if view.offers(setting, value))
-            if works:
-                yield Alternative(*view.place(setting), works, is_all=not is_other_setting)
-        if is_other_setting and not self.needs[refused].excepted:
-            yield Alternative(*view.place(refused), self.allowed(view, refused))
-        for other, values in self.rule.also.items():
-            yield Alternative(*view.place(other), values)
-        yield from engines
+        if setting == "engine" and not self.rule.instead:
+            return ()
+        fitting = self.allowed(view, setting) if refused == setting else (self._view.default(setting),)
+        fitting = self.rule.instead or fitting
+        # another engine is another copy, which these rules do not see
+        values = tuple(value for value in fitting if setting == "engine" or works(setting, value))
+        # a value that something else refuses here may work with other settings
+        is_all = not is_other_setting and values == fitting
+        return (Alternative(*view.place(setting), values, is_all),) if values else ()
+
+    def _other_alternatives(
+        self, view: RuleView, refused: str, works: Callable[[str, object], bool]
+    ) -> Iterator[Alternative]:
+        """Yield the values of other settings with which the rule allows the view."""
+        others = dict(self.rule.also)
+        if refused != self.rule.setting and not self._view.is_fact(refused) and not self.needs[refused].excepted:
+            others = {refused: self.allowed(view, refused), **others}
+        for other, fitting in others.items():
+            if values := tuple(value for value in fitting if works(other, value)):
+                yield Alternative(*view.place(other), values)
 
 
 class _Words(dict[str, object]):
@@ -318,8 +363,10 @@ def _values(meant: Values | tuple[object, ...]) -> Values:
     return meant if isinstance(meant, Values) else Values(meant)
 
 
-def _instructions(texts: Sequence[str]) -> str:
-    """Return alternatives as the end of a sentence."""
+def _instructions(texts: Sequence[str]) -> list[str]:
+    """Return alternatives as the end of a sentence; nothing if there is none."""
+    if not texts:
+        return []
     verb = "" if texts[0].startswith("remove ") else "use "
     *most, last = texts
-    return f"{verb}{', '.join(most)}, or {last}" if most else f"{verb}{last}"
+    return [f"{verb}{', '.join(most)}, or {last}" if most else f"{verb}{last}"]

@@ -15,10 +15,12 @@ from flexrlhf.config.model_settings import ModelSpec, OptimizerSpec
 from flexrlhf.config.plugins import Plugin
 from flexrlhf.config.reward_sources import KINDS
 from flexrlhf.config.secrets import hidden, shown_override, without_secrets
-from flexrlhf.config.strict_model import StrictModel, mappings
+from flexrlhf.config.strict_model import RULE, StrictModel, mappings
 from flexrlhf.errors import either, nearest, shown
 
 _INTERNAL = re.compile(r"(literal|tuple)\[|(function|constrained)-|\[key\]$")
+_SENTENCES = ("value_error", RULE)
+"""Types of errors whose message is a sentence with the value found."""
 HAVE_OPTIONS = ("placement", "cluster.devices")
 """Settings with options of their own, which become overrides."""
 _LISTS: dict[int | str, str] = {
@@ -70,7 +72,7 @@ def first_problem(error: ValidationError, kind: type[BaseModel]) -> str:
     """Return one sentence for the deepest problem: the dotted key, the mistake, the value. ``kind``: of the spec."""
     problems = error.errors(include_url=False)
     problem = max(
-        problems, key=lambda item: ("unknown key" in item["msg"], len(item["loc"]), item["type"] == "value_error")
+        problems, key=lambda item: ("unknown key" in item["msg"], len(item["loc"]), item["type"] in _SENTENCES)
     )
     where, mistake = _dotted(problem["loc"]), problem["type"]
     if mistake == "union_tag_invalid":
@@ -120,7 +122,7 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
 
 def plain_problem(problem: ErrorDetails) -> str:
     """Return the expected value and the one found, in the words of a YAML file."""
-    shows_value = problem["type"] not in {"value_error", "missing"} and "headers" not in problem["loc"]
+    shows_value = problem["type"] not in {*_SENTENCES, "missing"} and "headers" not in problem["loc"]
     return _plain(problem) + (f", found {shown(_found(problem))}" if shows_value else "")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Self, get_args
@@ -19,12 +19,14 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import CoreSchema, InitErrorDetails
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from flexrlhf.config.plugins import SHIPPED, Plugin, load_plugin
-from flexrlhf.config.rules import Rule, RuleTable, RuleView
+from flexrlhf.config.rules import Rule, RuleTable, RuleView, with_values
 from flexrlhf.errors import nearest
 
+RULE = "rule"
+"""Type of the error of a rule, as pydantic names types of errors."""
 LEAST_SECONDS = 0.01
 """Shortest limit of a call: a process or a service cannot reply in less."""
 
@@ -42,7 +44,12 @@ class StrictModel(BaseModel):
     def _keep_rules(self) -> Self:
         if self.RULES:
             for error in _section_rules(type(self)).refusals(SectionView(self)):
-                raise ValueError(f"{error.setting}: {error.reason}")
+                found = InitErrorDetails(
+                    type=PydanticCustomError(RULE, "{reason}", {"reason": error.reason}),
+                    loc=(error.setting,),
+                    input=getattr(self, error.setting),
+                )
+                raise ValidationError.from_exception_data(type(self).__name__, [found])
         return self
 
     @model_validator(mode="before")
@@ -104,6 +111,9 @@ class SectionView(RuleView):
 
     def place(self, setting: str) -> tuple[str, str]:
         return "", setting
+
+    def changed(self, changes: Mapping[str, object]) -> Self:
+        return replace(self, settings=with_values(self.settings, changes))
 
 
 @cache

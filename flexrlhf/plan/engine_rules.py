@@ -65,7 +65,12 @@ _OFFLOADS = (
     Rule("offload_optimizer", {"engine.offload": YES}),
     Rule("offload_parameters", {"engine.offload": YES}),
     Rule("offload_activations", _MODULES),
-    Rule("offload_activations", {"activation_checkpointing": YES}, when=_TRAINED),
+    Rule(
+        "offload_activations",
+        {"activation_checkpointing": YES},
+        when=_TRAINED,
+        reason="offloads the inputs of checkpointed layers, found true without activation_checkpointing",
+    ),
     Rule("offload_optimizer", {"zero": (1, 2, 3)}),
     Rule("offload_parameters", {"zero": (3,)}),
 )
@@ -78,7 +83,13 @@ _OF_TRAINING = {
 """Settings of a model that is trained → why another one cannot have them."""
 _ROLES = (Rule(name, _TRAINED, when=_LEADS, reason=reason, words="remove it") for name, reason in _OF_TRAINING.items())
 _COMPUTATION = (
-    Rule("attention", {"dtype": SIXTEEN_BITS}, when={"attention": ("flash_attention_2",)}, instead=("sdpa",)),
+    Rule(
+        "attention",
+        {"dtype": SIXTEEN_BITS},
+        when={"attention": ("flash_attention_2",)},
+        reason="flash_attention_2 computes in 16 bits, found dtype {dtype}",
+        instead=("sdpa",),
+    ),
     Rule("config", {"engine.config": YES}, reason="engine {engine} has no settings of its own"),
     Rule(
         "dtype",
@@ -94,7 +105,7 @@ _COMPUTATION = (
         reason="engine {engine} has attention of its own, found {found}",
     ),
     *(Rule(name, _MODULES) for name in ("liger", "tiled_mlp", "compile")),
-    Rule("compile", {"tiled_mlp": NO}),
+    Rule("compile", {"tiled_mlp": NO}, reason="a layer with tiled_mlp is not compiled, found both"),
     Rule(
         "zero",
         {"optimizer.name": listed_by("engine.sharded_optimizers")},

@@ -63,13 +63,13 @@ def check_placed_model(
     on_gpus:    whether its devices are GPUs.
     """
     view = PlacedView(model, shape, longest, cluster, RunFacts(generates, on_gpus))
-    MODEL_RULES.check(view)
-    check_engine_config(model)
     if model.head == "both" and view.decoder.family not in Families.LLAMA_LIKE:
         raise UserError(
             f"models.{model.role}: only {', '.join(Families.LLAMA_LIKE)} models can share a trunk between policy and "
             f"values, found {view.decoder.family}; use one of these, or a separate critic"
         )
+    MODEL_RULES.check(view)
+    check_engine_config(model)
 
 
 def check_device(placement: Placement, shapes: Mapping[str, ModelShape], device: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from flexrlhf.config.axes import ParallelDims
 from flexrlhf.config.engines import EngineFacts
 from flexrlhf.config.model_settings import ModelSpec
-from flexrlhf.config.rules import RuleView
+from flexrlhf.config.rules import RuleView, with_values
 from flexrlhf.config.spec import RolloutSpec
 from flexrlhf.placement.cluster import Cluster
 from flexrlhf.placement.placed import PlacedModel
@@ -76,8 +76,10 @@ class ModelView(RuleView):
         return ranks % dims.replica == 0 and ranks // dims.parts % dims.expert_parts == 0
 
     def changed(self, changes: Mapping[str, object]) -> Self:
-        settings = self.model.settings.model_copy(update=changes)
-        return replace(self, model=replace(self.model, settings=settings))
+        own = {name: value for name, value in changes.items() if not name.startswith(ROLLOUT_PREFIX)}
+        others = {name.removeprefix(ROLLOUT_PREFIX): value for name, value in changes.items() if name not in own}
+        settings, rollout = with_values(self.model.settings, own), with_values(self.model.rollout, others)
+        return replace(self, model=replace(self.model, settings=settings, rollout=rollout))
 
     @cached_property
     def settings(self) -> ModelSpec:

@@ -137,8 +137,7 @@ class SizeFacts:
 
     @property
     def split_text(self) -> str:
-        *others, last = (f"{size} {name}" for name, size in self.split.items())
-        return f"{', '.join(others)} and {last}"
+        return either((f"{size} {name}" for name, size in self.split.items()), "and")
 
     @property
     def tensor_families(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from assets import SIZES
-from cases import DEFAULT, KILLED, Assets, Case, make_assets
+from cases import DEFAULT, KILLED, Assets, Case
 from comparison import reference_of
 from killed_decoders import STEP
 from launcher import Launches, Outcome, params
@@ -153,11 +153,6 @@ def test_vllm_may_sample_with_its_own_noise(launches: Launches, case: Case) -> N
 
 
 # --- the gate
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    return make_assets(tmp_path_factory.mktemp("gate"))
 
 
 @pytest.mark.full

@@ -541,8 +541,9 @@ def test_a_save_without_all_parts_is_reported() -> None:
     staged = {"critic": {"engine": "megatron", "pp": 2}, "reward": {"init": TALL["init"]}}
     for models, missing in (
         ({"critic": {"zero": 3}}, "(0, 0, 1)"),
-        ({"critic": {"tp": 2}}, "(0, 1, 0)"),
-        (staged, "(1, 0, 0)"),
+        # parts are counted in the order of the axes' table: tp, pp, then shards
+        ({"critic": {"tp": 2}}, "(1, 0, 0)"),
+        (staged, "(0, 1, 0)"),
     ):
         plan = with_instructions(ppo_plan([1, 1, 1, 1], 2, models=models), lone)
         with pytest.raises(EmulationError, match=re.escape(f"ranks (0,) have critic without its parts [{missing}]")):

@@ -143,7 +143,7 @@ def write_sentence(path: Path, index: int, sentence: str) -> None:
 def command_rows() -> Iterator[CommandRow]:
     """Yield the rows of command lines."""
     for index, row in enumerate(read_settings(COMMANDS.read_text())):
-        yield CommandRow(row["command"], row.get("files", {}), row["sentence"], index)
+        yield CommandRow(row["command"], row.get("files", {}), row["sentence"].replace(*LISTED), index)
 
 
 def all_rows() -> Iterator[RefusalRow]:

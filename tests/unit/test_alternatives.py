@@ -16,10 +16,13 @@ SUBJECTS = ("adapters", "deepspeed", "degrees", "megatron", "models", "rollout")
 LEAST = 4
 """Alternatives in each of them."""
 SECOND = {
-    "models.critic.engine": "the settings of a library are ones that DeepSpeed refuses, too",
-    "rollout.process": "the model has fewer layers than stages, whatever process decodes",
+    "deepspeed models.critic.engine=megatron models.critic.init={model_type: llama, vocab_size: 32, hidden_size: 8, "
+    "intermediate_size: 16, num_hidden_layer": "the settings of a library are ones that DeepSpeed refuses, too",
+    "rollout six vllm cluster.devices=4 rollout.process=child rollout.pp=2": (
+        "the model has fewer layers than stages, whatever process decodes"
+    ),
 }
-"""Alternative that leaves a second mistake of a row → the mistake."""
+"""Name of a row of which an alternative leaves a second mistake → the mistake."""
 
 
 def planned(raw: Raw, row: RefusalRow) -> None:
@@ -58,5 +61,5 @@ def test_a_run_with_an_alternative_is_planned(subject: str) -> None:
                 try:
                     planned(changed(row, alternative, value), row)
                 except UserError as further:
-                    assert f"{alternative.section}.{alternative.setting}" in SECOND, f"{row.name}: {further}"
+                    assert row.name in SECOND, f"{row.name}: {further}"
     assert tried >= LEAST
