@@ -110,7 +110,7 @@ def descendants(process: int) -> dict[int, int]:
     children: dict[int, dict[int, int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            parent, start = _parent_and_start(stat)
+            _, parent, start = _state_of(stat)
             children.setdefault(parent, {})[int(stat.parent.name)] = start
     found: dict[int, int] = {}
     pending = [process]
@@ -122,17 +122,32 @@ def descendants(process: int) -> dict[int, int]:
 
 
 def end_processes(found: Mapping[int, int]) -> None:
-    """End processes, as ``descendants`` returns them; not others that have their ids by now."""
+    """End processes, as ``descendants`` returns them; not others that have their ids by now.
+
+    Waits until they have ended, at most END_SECONDS: a busy machine runs a killed process only later.
+    """
     for process, start in found.items():
-        with suppress(OSError):
-            if _parent_and_start(Path(f"/proc/{process}/stat"))[1] == start:
+        if _is_running(process, start):
+            with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + END_SECONDS
+    while any(_is_running(*each) for each in found.items()) and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
-def _parent_and_start(stat: Path) -> tuple[int, int]:
+def _is_running(process: int, start: int) -> bool:
+    """Return whether the process that began at ``start`` has not ended, whoever has to await it."""
+    with suppress(OSError):
+        state, _, began = _state_of(Path(f"/proc/{process}/stat"))
+        return began == start and state not in "ZX"
+    return False
+
+
+def _state_of(stat: Path) -> tuple[str, int, int]:
+    """Return the letter of a process's state, its parent, and the time of its start in ticks."""
     # the name, in parentheses, may have any character
     fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-    return int(fields[1]), int(fields[19])
+    return fields[0], int(fields[1]), int(fields[19])
 
 
 def begin(parent: int) -> None:
