@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -33,6 +34,7 @@ from flexrlhf.errors import UserError
 from flexrlhf.launch.session import CalledBatch
 from flexrlhf.operators.graph import Operator
 from flexrlhf.placement.protocols import SplitPrompts
+from flexrlhf.runs.run_directory import RunDirectory
 from flexrlhf.strategies.instructions import Run
 
 PRIMITIVES = Path(__file__).parents[2] / "configs" / "primitives.py"
@@ -92,8 +94,11 @@ def call_as_scheduled(run: Session, stops: bool) -> None:
             if not operator.is_due(batch.step) or (operator.name in late) != is_late:
                 continue
             if stops and operator.kind == "train" and batch.step == plan.spec.steps - 1 - plan.schedule.lag:
-                # once the calls before are done
+                # once the calls before are done, and the checkpoint is written, which ranks do in the background
                 assert len(batch["advantages"])
+                written = RunDirectory(plan.spec.directory).checkpoint(batch.step).path
+                while written not in [each.path for each in RunDirectory(plan.spec.directory).checkpoints]:
+                    time.sleep(0.05)
                 os.kill(os.getpid(), signal.SIGKILL)
             run.call(operator.name, batch)
 

@@ -40,6 +40,7 @@ TWO_CLASSES = MIXED.replace("V100-32G", "H100-80G")
 GPT2 = "models.actor.init={model_type: gpt2}"
 SHADOW = "models.actor.shadow={zero: 2}"
 COLD = "algorithm.temperature=0.005"
+GRAPHS = "models.actor.cuda_graphs=true"
 
 
 def choice_of(plan: Plan) -> str | None:
@@ -75,6 +76,7 @@ SERVED = "all devices are A100-80G, and it serves llama models"
             f"vllm serves {either(Families.SERVED)} models",
         ),
         (None, (A100, *SHARED), "transformers", "the actor also computes values"),
+        (None, (A100, GRAPHS), "transformers", "models.actor.cuda_graphs is for transformers"),
         (SIX, (A100, SHADOW), "transformers", "models.actor.shadow is the copy that generates"),
         (HALVES | {"actor.shadow": 0.5}, (A100,), "transformers", "placement has actor.shadow"),
         (ON_ALL, (A100,), "vllm", SERVED),

@@ -12,10 +12,12 @@ from flexrlhf.guideline.simulation.inputs import longest_lengths
 from flexrlhf.guideline.simulation.simulate import Simulation, simulate
 from flexrlhf.guideline.simulation.simulation_text import format_simulation
 from flexrlhf.guideline.simulation.walk import TimedInstruction, steady_seconds
+from flexrlhf.placement.placed import ModelName
 from flexrlhf.plan.pipeline import make_plan
 from flexrlhf.plan.plan import Plan
 from flexrlhf.plan.plan_text import format_plan
 from flexrlhf.strategies.instructions import Offload, Reload, Run
+from flexrlhf.strategies.prefetch import Residence, Transition, Transitions, bring_forward
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +62,39 @@ def test_a_reload_precedes_calls_that_leave_room_for_its_model(plan: Plan) -> No
     lines = format_plan(plan).splitlines()
     assert any("reload ref" in line and "in the background" in line for line in lines)
     assert any("offload ref" in line and "unchanged: not copied" in line for line in lines)
+
+
+CALLS = "logprobs", "ref_logprobs", "scores", "values"
+
+
+@pytest.mark.parametrize(
+    ("fits_from", "rare", "first"),
+    [
+        pytest.param((1, 0), None, {"actor": 1, "critic": 1}, id="not before the reload ahead of it"),
+        pytest.param((3, 3), None, {"actor": 2, "critic": 3}, id="where memory allows"),
+        pytest.param((1, 0), 3, {"actor": 1, "critic": 4}, id="not before a change for a call that most steps skip"),
+    ],
+)
+def test_a_reload_goes_before_the_first_call_that_leaves_room(
+    plan: Plan, fits_from: tuple[int, int], rare: int | None, first: dict[str, int]
+) -> None:
+    """Reloads of the actor, due before call 2, and of the critic, due before call 4, each with the first call that
+    leaves room for it."""
+    found = {x.operator.name: x for x in plan.schedule.instructions if isinstance(x, Run)}
+    calls = [found[name] for name in (*CALLS, "train_critic")]
+    actor, critic, other = map(ModelName, ("actor", "critic", "other"))
+    before: Transitions = {2: [Transition(Reload, actor)], 4: [Transition(Reload, critic)]}
+    if rare is not None:
+        before[rare] = [Transition(Offload, other)]
+    used = [set[ModelName]() if index in before else {other} for index in range(5)]
+    residence = Residence(
+        *(0, calls, used, [index == rare for index in range(5)], before, {}),
+        on_device=frozenset(),
+        movable=frozenset({actor, critic}),
+        engines=frozenset(),
+    )
+    bring_forward(residence, lambda index, models: index >= fits_from[critic in models])
+    assert {each.model: index for index, changes in before.items() for each in changes if each.kind is Reload} == first
 
 
 def test_a_simulated_step_is_shorter_by_hidden_copies(simulation: Simulation) -> None:

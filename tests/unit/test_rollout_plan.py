@@ -526,3 +526,18 @@ def test_an_engine_in_place_keeps_what_its_ranks_train(tp: int, order: tuple[int
             needed[rank][name].num_elements - overlap(stored[rank][name], needed[rank][name]) for name in layers
         )
         assert missing == split * received_share(actor.layout, ParallelDims(tp))
+
+
+def test_another_dtype_than_the_policys_is_warned_of() -> None:
+    def warned(*overrides: str) -> list[str]:
+        found = plan_of(None, 2, *overrides).placement.warnings
+        return [each for each in found if each.startswith("rollout.dtype")]
+
+    rounded = VLLM, "rollout.dtype=bfloat16", UNCOMPARED
+    (warning,) = warned(*rounded)
+    assert warning == (
+        "rollout.dtype bfloat16 with float32 of models.actor samples from a policy that differs by rounding; "
+        "algorithm.importance: {} corrects for it"
+    )
+    assert not warned(*rounded, IMPORTANCE)
+    assert not warned(VLLM)
